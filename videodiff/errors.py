@@ -1,4 +1,7 @@
-"""Helpers for error messages. Owns: closest-match wording. Invariant: a message names the rule, the values and the remedy."""
+"""Helpers for error messages.
+
+Owns: closest-match wording. Invariant: a message names the rule, the values and the remedy.
+"""
 
 from __future__ import annotations
 
