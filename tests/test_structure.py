@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "videodiff"
 # From the bottom up. A module may import modules of its own layer or of a layer below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("version", "errors"),
-    ("grid", "configs", "resources", "metrics"),
+    ("grid", "configs", "resources", "metrics", "noise", "compile_cache"),
     ("kernels", "schedule", "media"),
     ("attention",),
     ("parallel", "models"),
