@@ -29,7 +29,7 @@ from videodiff.weights.safetensors_files import WEIGHT_DTYPES, Checkpoint, Reade
 BUFFER_BYTES = 32 << 20  # one read buffer; there is one for each thread
 ALIGNMENT_BYTES = 64  # JAX's CPU client adopts numpy arrays aligned to this without copying them
 
-NnxPath = tuple[str | int, ...]
+NnxPath = tuple[Any, ...]  # strings and, for lists of modules, integers
 DtypeFor = Callable[[NnxPath], Any]
 Place = Callable[[NnxPath, np.ndarray], jax.Array]
 M = TypeVar("M", bound=nnx.Module)
@@ -82,7 +82,8 @@ def _match(
         assert dtype in _TARGET_DTYPES, f"{path_text(rule.target)}: no weights in {dtype}"
         want = source_shape(rule, shape)
         if want is None:
-            what = f"{path_text(rule.target)} has shape {shape}, its rule {rule.layout.name} of {len(rule.sources)} sources"
+            have = f"parameter {path_text(rule.target)} is {list(shape)}"
+            what = f"{have}, its rule is {rule.layout.name} with {len(rule.sources)} sources"
             problems.append(Problem(Kind.SHAPE, what))
             continue
         groups = []
@@ -256,9 +257,9 @@ def load_module(
     Raises:
       WeightsError: as in :func:`load_state`.
     """
-    graph, parameters, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+    graph, parameters, *rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
     assert not jax.tree.leaves(rest), f"only parameters come from files, the module also holds {rest}"
-    return nnx.merge(graph, load_state(parameters, rules, source, dtype_for, place=place), rest)
+    return nnx.merge(graph, load_state(parameters, rules, source, dtype_for, place=place), *rest)
 
 
 def describe_source(checkpoint: Checkpoint) -> str:

@@ -17,6 +17,18 @@ class Kind(enum.Enum):
     """A kind of problem: (title, remedy)."""
 
     NO_FOLDER = ("no such folder or file", "check the path")
+    NOT_A_MODEL = (
+        "this is no model folder in the diffusers layout",
+        "give the folder that holds model_index.json, transformer/, vae/, text_encoder/, tokenizer/ and scheduler/ "
+        "(the repositories whose names end in -Diffusers)",
+    )
+    UNSUPPORTED_MODEL = (
+        "this engine does not run this kind of model yet",
+        "use a Wan 2.1 text-to-video folder, for example Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
+    )
+    MISSING_COMPONENT = ("a component is missing", "download the named files of the same repository")
+    BAD_CONFIG = ("a configuration file cannot be used", "use the file that was published with these weights")
+    MISMATCH = ("components do not belong together", "download all components from one repository")
     NO_WEIGHTS = ("no safetensors weights", "download the safetensors files of this component into the folder")
     AMBIGUOUS = ("more than one set of weights", "keep one set in the folder and move the other away")
     LFS_POINTER = (

@@ -115,6 +115,12 @@ def _foreign(head: bytes, size: int, path: Path) -> Problem | None:
     return None
 
 
+def foreign_file(path: Path) -> Problem | None:
+    """What stands in place of a file's real content: a Git-LFS pointer, nothing, a pickle, a web page; else None."""
+    with path.open("rb") as f:
+        return _foreign(f.read(512), path.stat().st_size, path)
+
+
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object whose names are unique; raises ValueError otherwise."""
     out = dict(pairs)
@@ -313,7 +319,7 @@ class Reader:
         at = info.start + first * out.dtype.itemsize
         done = 0
         while done < view.size:
-            got = os.preadv(self._fds[info.file], [memoryview(view[done:])], at + done)
+            got = os.preadv(self._fds[info.file], [memoryview(view[done:].data)], at + done)
             if got == 0:
                 what = f"{info.file.name} ended inside {info.name}: it changed while it was read"
                 raise WeightsError(info.file, [Problem(Kind.TRUNCATED, what)])
@@ -351,7 +357,7 @@ def write_safetensors(
             f.write(len(raw).to_bytes(8, "little") + raw)
             for name in specs:
                 for piece in chunks[name]:
-                    f.write(memoryview(np.ascontiguousarray(piece).reshape(-1).view(np.uint8)))
+                    f.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
             assert f.tell() == 8 + len(raw) + at, f"{name}: the pieces do not fill the tensors"
         os.replace(partial, path)
     finally:
