@@ -229,7 +229,9 @@ def open_folder(path: str | os.PathLike[str]) -> ModelFolder:
             else:
                 _check_tokenizer(component.path)
         except WeightsError as e:
-            problems += [Problem(p.kind, p.what if name in p.what else f"{name}/: {p.what}") for p in e.problems]
+            problems += [
+                Problem(p.kind, p.what if p.what.startswith(f"{name}/") else f"{name}/: {p.what}") for p in e.problems
+            ]
     raise_if(where, problems)
     assert transformer is not None
     assert vae is not None

@@ -149,6 +149,11 @@ def largest_magnitude(x: np.ndarray) -> float:
     return float(np.array(max(positive, negative), f"u{x.dtype.itemsize}").view(x.dtype))
 
 
+def _cast(value: float, dtype: np.dtype) -> np.ndarray:
+    with np.errstate(over="ignore"):
+        return np.asarray(value, np.float64).astype(dtype)
+
+
 def _fill(view: np.ndarray, tensors: tuple[TensorInfo, ...], reader: Reader) -> list[Problem]:
     """Read one source (and compare its aliases) into ``view``, which has the source's axes. Casts chunk by chunk."""
     info, *others = tensors
@@ -174,7 +179,7 @@ def _fill(view: np.ndarray, tensors: tuple[TensorInfo, ...], reader: Reader) -> 
     problems = [Problem(Kind.ALIAS, f"{info.name} and {name}") for name in sorted(differs)]
     if not np.isfinite(largest):
         problems.append(Problem(Kind.NON_FINITE, f"{info.name} in {info.file.name}"))
-    elif not np.isfinite(np.float64(largest).astype(view.dtype)):
+    elif largest > float(ml_dtypes.finfo(view.dtype).max) and np.isinf(_cast(largest, view.dtype)):
         what = (
             f"{info.name} reaches {largest:.4g}, {view.dtype.name} ends at {float(ml_dtypes.finfo(view.dtype).max):.4g}"
         )
