@@ -11,7 +11,6 @@ import base64
 import json
 import math
 import os
-import re
 import string
 import struct
 import unicodedata
@@ -24,7 +23,6 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 PAD, EOS, UNK = "<pad>", "</s>", "<unk>"  # ids 0, 1, 2
 SPACE = "\u2581"  # how SentencePiece writes the start of a word
-_WORD = re.compile(r"\w+")
 
 
 def folding_table() -> dict[str, str]:
@@ -38,11 +36,6 @@ def folding_table() -> dict[str, str]:
         if plain in string.ascii_lowercase:
             table[chr(code)] = plain
     return table
-
-
-def fold(text: str) -> str:
-    """Apply :func:`folding_table`, as the tokenizer does."""
-    return text.translate(str.maketrans(folding_table()))
 
 
 def build_tokenizer(folder: str | os.PathLike[str], captions: Iterable[str], max_words: int | None = None) -> int:
@@ -63,16 +56,16 @@ def build_tokenizer(folder: str | os.PathLike[str], captions: Iterable[str], max
     Raises:
       ValueError: the captions hold no word.
     """
-    counts = Counter(word for caption in captions for word in _WORD.findall(fold(caption)))
+    normalizer = normalizers.Precompiled(precompile(folding_table()))
+    counts = Counter(word for caption in captions for word in normalizer.normalize_str(caption).split())
     if not counts:
         raise ValueError("captions hold no word")
     words = sorted(counts, key=lambda w: (-counts[w], w))[:max_words]
     total = sum(counts[w] for w in words)
     vocab = [(PAD, 0.0), (EOS, 0.0), (UNK, 0.0)]
     vocab += [(SPACE + w, math.log(counts[w] / total)) for w in words]
-    charsmap = precompile(folding_table())
     backend = tokenizers.Tokenizer(models.Unigram(vocab, unk_id=2, byte_fallback=False))
-    backend.normalizer = normalizers.Precompiled(charsmap)
+    backend.normalizer = normalizer
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme="always")]
     )
