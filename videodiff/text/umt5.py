@@ -154,12 +154,24 @@ class UMT5Encoder(nnx.Module):
             graph, stacked = nnx.split(self.blocks)
 
             def layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
-                one = jax.tree.map(lambda p: lax.dynamic_index_in_dim(p, i, keepdims=False), stacked)
+                one = jax.tree.map(lambda p: take_layer(p, i), stacked)
                 with jax.named_scope("umt5_layer"):
                     return nnx.merge(graph, one)(x, keep, buckets), None
 
             x, _ = lax.scan(layer, x, jnp.arange(self.config.num_layers))
             return self.final_norm(x)
+
+
+def take_layer(stack: jax.Array, i: jax.Array) -> jax.Array:
+    """Layer ``i`` of a stacked parameter, inside a scan.
+
+    XLA for CPU computes in float32 what it has no bfloat16 code for. It turns slice-then-cast into cast-then-slice and,
+    as the stack does not change, moves the cast of the whole stack out of the loop: 18 GiB for UMT5-XXL. The barrier
+    ties the stack to the loop index, so the cast stays inside and fuses with the slice.
+    """
+    if stack.dtype.itemsize < 4:
+        stack, i = lax.optimization_barrier((stack, i))
+    return lax.dynamic_index_in_dim(stack, i, keepdims=False)
 
 
 def position_buckets(length: int, config: TextEncoderConfig) -> np.ndarray:
