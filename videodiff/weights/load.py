@@ -187,6 +187,23 @@ def _fill(view: np.ndarray, tensors: tuple[TensorInfo, ...], reader: Reader) -> 
     return problems
 
 
+def check_state(
+    abstract: nnx.State, rules: Iterable[KeyRule], source: Checkpoint, dtype_for: DtypeFor | None = None
+) -> list[Problem]:
+    """Everything that would keep these weights from loading, as far as headers tell. Reads no tensor.
+
+    Args: as in :func:`load_state`. Returns: the problems, empty when every parameter and every tensor has its place.
+    """
+    _, leaves = _leaves(abstract)
+    return _match(leaves, list(rules), source, dtype_for)[1]
+
+
+def _leaves(state: nnx.State) -> tuple[dict[NnxPath, Any], dict[NnxPath, Any]]:
+    """(variables, their values) by path."""
+    variables: dict[NnxPath, Any] = {tuple(p): v for p, v in nnx.to_flat_state(state)}
+    return variables, {p: v.get_value() if isinstance(v, nnx.Variable) else v for p, v in variables.items()}
+
+
 def adopt(path: NnxPath, array: np.ndarray) -> jax.Array:
     """Give an array to JAX's default device; on CPU without a copy. The caller must not write to it afterwards."""
     out = jax.device_put(array)
@@ -221,8 +238,7 @@ def load_state(
       WeightsError: every missing, extra, misshaped, quantised, non-finite or overflowing tensor at once.
     """
     checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
-    variables: dict[NnxPath, Any] = {tuple(p): v for p, v in nnx.to_flat_state(abstract)}
-    leaves = {p: v.get_value() if isinstance(v, nnx.Variable) else v for p, v in variables.items()}
+    variables, leaves = _leaves(abstract)
     assignments, problems = _match(leaves, list(rules), checkpoint, dtype_for)
     raise_if(checkpoint.where, problems)
     loaded: dict[NnxPath, jax.Array] = {}
