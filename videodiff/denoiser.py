@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,8 @@ from flax import nnx
 
 from videodiff.attention.api import Attend, HeadStats
 from videodiff.grid import TokenGrid
+from videodiff.models.transformer import Context, WanTransformer
 from videodiff.schedule import StepPlan
-
-if TYPE_CHECKING:  # only their interface is used here
-    from videodiff.models.transformer import Context, WanTransformer
 
 
 def is_guided(guidance_scale: float) -> bool:
