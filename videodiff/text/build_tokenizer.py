@@ -127,15 +127,20 @@ def precompile(table: Mapping[str, str]) -> bytes:
 
 
 def _double_array(values: Mapping[bytes, int]) -> list[int]:
-    """Place every node of the trie of ``values`` into one array; first fit."""
+    """Place every node of the trie of ``values`` into one array; first fit.
+
+    A lookup checks a unit's label, not its parent, so no two nodes may have the same base.
+    """
     units: list[int] = [0]
     used = {0}
+    bases: set[int] = set()
 
     def place(prefix: bytes, index: int) -> None:
         labels = sorted({k[len(prefix)] for k in values if len(k) > len(prefix) and k.startswith(prefix)})
         leaf = prefix in values
         slots = ([0] if leaf else []) + labels
-        base = next(b for b in range(1, 1 << 21) if all(b ^ c not in used for c in slots))
+        base = next(b for b in range(1, 1 << 21) if b not in bases and all(b ^ c not in used for c in slots))
+        bases.add(base)
         used.update(base ^ c for c in slots)
         units.extend([0] * (max(base ^ c for c in slots) + 1 - len(units)))
         offset = base ^ index
