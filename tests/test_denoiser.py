@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -16,6 +17,8 @@ from videodiff.configs import TransformerConfig
 from videodiff.denoiser import Denoiser, Operands, is_guided, join_context, velocity
 from videodiff.grid import TokenGrid
 from videodiff.models.transformer import Context, WanTransformer
+from videodiff.sampling.loop import StepPrograms, run, start
+from videodiff.sampling.solvers import make_solver
 from videodiff.schedule import Segment, StepPlan
 
 CONFIG = TransformerConfig(
@@ -218,3 +221,22 @@ def test_denoiser_traces_scale_and_step(model, inputs) -> None:
         np.testing.assert_allclose(v, expected, rtol=0, atol=5e-5)
         assert stats.route.shape == (LAYERS, 2 * B, 2)
     assert program._cache_size() == 1
+
+
+def test_in_the_sampling_loop(model, inputs) -> None:
+    """Two phases, guided and not, with the real pytrees: two programs, weights as arguments, statistics on the host."""
+    latents, cond, uncond = inputs
+    graphdef, weights = nnx.split(model)
+    programs = StepPrograms(Denoiser(graphdef, ATTENDS))
+    plans = (StepPlan(WHOLE, True),) * 2 + (StepPlan((Segment(0, LAYERS, 0.3),), False),) * 2
+    operands = Operands(weights, join_context(cond, uncond), jnp.float32(4.0))
+    solver = make_solver("unipc", 4, 3.0)
+    result = run(programs, operands, solver, plans, start(solver, latents))
+    assert (result.compilations, result.evaluations) == (2, 4)
+    assert [r.stats.error.shape for r in result.records] == [(LAYERS, 2 * B, 2)] * 2 + [(LAYERS, B, 2)] * 2
+    np.testing.assert_allclose(result.records[3].stats.error[:, 0, 0], [33, 43, 53], rtol=1e-6)
+    fresh = nnx.split(random_model())  # as after the weights were freed and loaded again
+    assert fresh[0] == graphdef
+    again = run(programs, dataclasses.replace(operands, weights=fresh[1]), solver, plans, start(solver, latents))
+    assert again.compilations == 0
+    np.testing.assert_array_equal(again.latents, result.latents)
