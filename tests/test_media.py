@@ -1,4 +1,4 @@
-"""Files are read back with PyAV and Pillow: size, frame count, rate, colour tags, colours, metadata; failures leave nothing."""
+"""Files read back with PyAV and Pillow: size, count, rate, tags, colours, metadata; failures leave nothing."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_mp4_colour_tags(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quality", [0, media.QUALITY])
 def test_mp4_colours_are_bt709_and_rounded(quality: int, tmp_path: Path) -> None:
-    """Y'CbCr of flat patches against ITU-R BT.709, whose values rounding meets within a half and truncation does not."""
+    """Y'CbCr of flat patches against ITU-R BT.709: rounding meets it within a half, truncation does not."""
     colours, clip = flat_patches()
     media.write_mp4(tmp_path / "a.mp4", clip, fps=16, quality=quality)
     frame = decode(tmp_path / "a.mp4")[1]

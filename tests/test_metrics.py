@@ -44,10 +44,7 @@ def test_psnr_closed_forms() -> None:
 
 def test_temporal_psnr_sees_motion_only() -> None:
     clip = scene().astype(np.float64) / 255
-    assert (
-        temporal_psnr(clip, np.clip(clip - 0.1, -1, 1)) == pytest.approx(np.inf)
-        or temporal_psnr(clip, clip - 0.1) > 200
-    )
+    assert temporal_psnr(clip, clip - 0.1) > 200  # a constant error is no motion
     flicker = clip + 0.1 * (np.arange(len(clip)) % 2)[:, None, None, None]
     assert temporal_psnr(clip, flicker) == pytest.approx(20)
     assert temporal_psnr(clip, clip) == math.inf
@@ -56,7 +53,7 @@ def test_temporal_psnr_sees_motion_only() -> None:
 
 
 def reference_ssim(x: np.ndarray, y: np.ndarray, data_range: float) -> float:
-    """The formula of Wang et al. 2004 on one channel with SciPy's Gaussian filter, borders cut (as scikit-image does)."""
+    """The formula of Wang et al. 2004 on one channel with SciPy's Gaussian filter, borders cut."""
     x, y = x.astype(np.float64), y.astype(np.float64)
     blur = lambda z: gaussian_filter(z, sigma=1.5, truncate=3.5)  # noqa: E731
     ux, uy = blur(x), blur(y)
@@ -83,7 +80,8 @@ def test_ssim_properties() -> None:
     assert ssim(clip, clip) == 1
     values = [ssim(clip, noisy(clip, std)) for std in (2, 10, 40)]
     assert 1 > values[0] > values[1] > values[2] > 0
-    assert ssim(clip, 255 - clip) < 0.3
+    unrelated = np.random.default_rng(1).integers(0, 256, clip.shape).astype(np.uint8)
+    assert abs(ssim(clip, unrelated)) < 0.05
     with pytest.raises(ValueError, match="at least 11 x 11, got 64 x 10"):
         ssim(clip[:, :10], clip[:, :10])
 
@@ -107,12 +105,6 @@ def test_good_videos_are_not_broken() -> None:
     assert broken(scene()[:1]) == ()
     fade = scene() * np.linspace(0, 1, 9)[:, None, None, None]
     assert broken(fade.astype(np.uint8)) == ()
-    assert (
-        broken(
-            np.full((3, 8, 8, 3), (255, 0, 0), np.uint8) * np.eye(3, dtype=np.uint8)[:, :1, None, None] + scene(3, 8, 8)
-        )
-        == ()
-    )
 
 
 def test_broken_videos_are_named() -> None:
