@@ -1,0 +1,496 @@
+"""Prompt in, video out: the only file that knows every room.
+
+Owns: the order of the stages, what a call accepts, freeing weights where memory asks, latents on disk before decoding.
+Does not own: any arithmetic. Invariant: nothing is loaded or compiled before the request, the schedule and the memory plan
+are checked, and a failure leaves no half-written file.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from videodiff import compile_cache, media, noise, report
+from videodiff.attention import AttentionSpec, make_attend
+from videodiff.denoiser import Denoiser, Operands, is_guided
+from videodiff.grid import VideoGeometry
+from videodiff.latents import SavedLatents
+from videodiff.memory import MemoryPlan, Workload, available_memory, check_memory
+from videodiff.models.transformer import Context
+from videodiff.request import GenerateRequest, ResolvedRequest, info_for_folder
+from videodiff.resources import shipped_model
+from videodiff.result import Result
+from videodiff.sampling import loop
+from videodiff.sampling.solvers import Solver, make_solver, solver_spec, spec_from_config
+from videodiff.schedule import DENSE, ScheduleProgram, compile_schedule, load_schedule
+from videodiff.stages import decode_frames, text_param_dtype, text_stage, transformer_stage, vae_stage
+from videodiff.text.encode import Conditioning, bucket, encode_prompts, fold_padding
+from videodiff.text.tokenizer import Tokenizer
+from videodiff.weights.folder import ModelFolder, open_folder
+
+log = logging.getLogger(__name__)
+
+KEEP_SHARE = 0.8  # of available memory that weights kept between stages may fill
+Progress = Callable[[str, int, int, float], None]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during denoising. ``state_path`` holds the run; ``generate(resume=state_path)`` goes on with it."""
+
+    def __init__(self, state_path: Path | None, step: int, total: int) -> None:
+        self.state_path = state_path
+        where = f"the run is saved in {state_path}; resume with --resume {state_path}" if state_path else "nothing was saved"
+        super().__init__(f"interrupted after step {step} of {total}; {where}")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A checked request with everything that follows from it, before anything is loaded."""
+
+    request: ResolvedRequest
+    geometry: VideoGeometry
+    solver: Solver
+    solver_name: str
+    program: ScheduleProgram
+    guided: bool
+    backends: Mapping[float, str]
+    memory: MemoryPlan
+    keep: bool
+    batch: int
+
+
+class Pipeline:
+    """A text-to-video model.
+
+    Args:
+      folder: a checked model folder (``open_folder``).
+      dtype: of the transformer; None takes float32 on CPU and bfloat16 elsewhere.
+    """
+
+    def __init__(self, folder: ModelFolder, *, dtype: Any = None) -> None:
+        self.folder = folder
+        self.info = info_for_folder(folder)
+        platform = jax.default_backend()
+        self.dtype = jnp.dtype(dtype if dtype is not None else (jnp.float32 if platform == "cpu" else jnp.bfloat16))
+        if self.dtype not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
+            raise ValueError(f"dtype={self.dtype} is not supported; use float32 or bfloat16")
+        self._text = text_stage(folder, jnp.float32 if platform == "cpu" else self.dtype)
+        self._transformer = transformer_stage(folder, self.dtype)
+        self._vae = vae_stage(folder)
+        self._programs: dict[Any, tuple[loop.StepPrograms, dict[float, float]]] = {}
+
+    @classmethod
+    def from_pretrained(cls, model_path: str | os.PathLike[str] | None = None, *, dtype: Any = None) -> Pipeline:
+        """Open a model folder; weights load when a stage first needs them.
+
+        Args:
+          model_path: a folder in the Hugging Face diffusers layout; None is the model that ships in the package.
+          dtype: "float32" or "bfloat16" (or the jnp types), see the class.
+
+        Raises:
+          WeightsError: the folder cannot be used, with everything that is wrong.
+          ValueError: an unsupported dtype.
+        """
+        compile_cache.enable()
+        return cls(open_folder(shipped_model() if model_path is None else model_path), dtype=dtype)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer(self.folder.tokenizer_path)
+
+    def free(self) -> None:
+        """Drop all weights; the next call loads what it needs."""
+        for stage in (self._text, self._transformer, self._vae):
+            stage.free()
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] | None = None,
+        *,
+        prompt_embeds: Any = None,
+        negative_prompt_embeds: Any = None,
+        latents: Any = None,
+        output_path: str | os.PathLike[str] | None = None,
+        resume: str | os.PathLike[str] | None = None,
+        callback_on_step_end: Callable[..., Mapping[str, Any] | None] | None = None,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> Result:
+        """Generate videos.
+
+        Args:
+          prompt: one prompt or a list; a list is a batch.
+          prompt_embeds, negative_prompt_embeds: [B, L, text_dim] in place of text; rows after the end are zero.
+          latents: initial noise [B, C, F, Y, X], channels first as published; None draws it from the seed.
+          output_path: where the video will go; latents are saved beside it before decoding. The video itself is written by
+            ``Result.save``.
+          resume: the state of an interrupted run; the request must be the same.
+          callback_on_step_end: called as ``callback(pipeline, step, timestep, {"latents": [B, C, F, Y, X]})`` after every step,
+            as in diffusers; a returned dict with "latents" replaces them.
+          progress: called as ``progress(stage, done, total, elapsed_s)``.
+          **options: the words of ``videodiff.request.GenerateRequest``: negative_prompt, res, height, width, num_frames, fps,
+            num_inference_steps, guidance_scale, flow_shift, seed, schedule, attention_backend, solver, num_videos_per_prompt,
+            output_type, ...
+
+        Returns:
+          The result.
+
+        Raises:
+          ValueError: the request is not legal, or does not fit into memory (NotEnoughMemory); nothing was loaded.
+          NonFiniteError: NaN or infinity, naming stage and step; nothing was written.
+          Interrupted: Ctrl-C during denoising.
+        """
+        began = time.perf_counter()
+        embeds = self._given_embeds(prompt, prompt_embeds, negative_prompt_embeds)
+        if prompt_embeds is not None:
+            prompt = [f"(embedding {i})" for i in range(len(embeds[0]))]
+        request = GenerateRequest(prompt=prompt, **options).resolve(self.info)
+        job = self._plan(request, encode_text=prompt_embeds is None)
+        if output_path is not None:
+            media.check_writable(output_path)
+        for note in job.program.notes:
+            log.info(note)
+        times: dict[str, float] = {"plan_s": time.perf_counter() - began}
+        context = self._context(job, embeds, times, progress)
+        result = self._denoise(job, context, latents, output_path, resume, callback_on_step_end, times, progress)
+        metadata = request.metadata() | {"schedule_hash": job.program.digest, "version": report.environment()["videodiff"]}
+        final = np.asarray(result.latents)
+        if not job.keep:
+            self._transformer.free()
+        saved = None
+        if output_path is not None:
+            saved = self._save_latents(job, final, Path(output_path), metadata)
+        if request.output_type == "latent":
+            frames = noise.to_published(final)
+        else:
+            frames = self._decode(job.geometry, final, request.output_type, times, progress)
+            if not job.keep:
+                self._vae.free()
+        times["total_s"] = time.perf_counter() - began
+        return Result(
+            frames=frames,
+            fps=request.fps,
+            output_type=request.output_type,
+            prompts=request.video_prompts,
+            seeds=request.seeds,
+            report=self._report(job, result, times, latents is not None),
+            metadata=metadata,
+            latents_path=saved,
+        )
+
+    def decode(self, path: str | os.PathLike[str], *, output_type: str = "uint8", progress: Progress | None = None) -> Result:
+        """Finish a run whose latents were saved.
+
+        Args:
+          path: a file that generation wrote before decoding.
+          output_type: "uint8" or "np".
+
+        Raises:
+          FileNotFoundError, ValueError: no such file, a damaged one, or one of another model.
+        """
+        saved = SavedLatents.load(path)
+        b, c, f, y, x = saved.latents.shape
+        layout = self.info.layout
+        geometry = VideoGeometry(saved.height, saved.width, layout.temporal_factor * (f - 1) + 1, layout)
+        if geometry.latent_shape != (f, y, x, c):
+            raise ValueError(
+                f"{path} holds latents of shape {saved.latents.shape} from model {saved.model!r}; {self.info.name} would need "
+                f"{(b, geometry.latent_shape[3], *geometry.latent_shape[:3])} for {saved.width}x{saved.height}"
+            )
+        times: dict[str, float] = {}
+        frames = self._decode(geometry, saved.latents.transpose(0, 2, 3, 4, 1), output_type, times, progress)
+        about = {"decoded_from": str(path), "stages": _rounded(times), "environment": report.environment()}
+        return Result(frames, saved.fps, output_type, saved.prompts, saved.seeds, about, dict(saved.metadata), Path(path))
+
+    # --- what a call consists of -------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _given_embeds(prompt: Any, embeds: Any, negative: Any) -> tuple[Any, Any]:
+        if embeds is None:
+            if negative is not None:
+                raise ValueError("negative_prompt_embeds needs prompt_embeds; give both, or text for both")
+            return None, None
+        if prompt is not None:
+            raise ValueError("give either prompt or prompt_embeds, not both")
+        return jnp.asarray(embeds, jnp.float32), None if negative is None else jnp.asarray(negative, jnp.float32)
+
+    def _solver(self, request: ResolvedRequest) -> tuple[Solver, str]:
+        """The requested solver, or the one the folder's scheduler config names; the shift is applied once."""
+        name = request.solver
+        spec = spec_from_config(self.folder.scheduler) if name in (None, "auto") else solver_spec(name)
+        return make_solver(spec, request.num_inference_steps, request.flow_shift), name or spec.kind.value
+
+    def _plan(self, request: ResolvedRequest, encode_text: bool) -> _Job:
+        """Everything that can be known, and refused, before weights load."""
+        geometry = request.geometry
+        solver, solver_name = self._solver(request)
+        guided = is_guided(request.guidance_scale)
+        program = compile_schedule(
+            load_schedule(request.schedule),
+            model=self.info.name,
+            height=geometry.height,
+            width=geometry.width,
+            sigmas=[float(s) for s in solver.grid.sigmas],
+            num_layers=self.folder.transformer.num_layers,
+            guided=guided,
+        )
+        backends = choose_backends(request.attention_backend, program)
+        batch = len(request.seeds)
+        workload = Workload(
+            transformer=self.folder.transformer,
+            vae=self.folder.vae,
+            text_encoder=self.folder.text_encoder,
+            geometry=geometry,
+            batch=batch,
+            guided=guided,
+            dtype=self.dtype,
+            text_dtype=text_param_dtype(self.folder),
+            encode_text=encode_text,
+            float_output=request.output_type == "np",
+            platform=jax.default_backend(),
+        )
+        available = available_memory()
+        plan = check_memory(workload, available)
+        keep = plan.resident_peak <= KEEP_SHARE * available.nbytes
+        return _Job(request, geometry, solver, solver_name, program, guided, backends, plan, keep, batch)
+
+    def _context(
+        self, job: _Job, embeds: tuple[Any, Any], times: dict[str, float], progress: Progress | None
+    ) -> Context:
+        """Text of all branches, projected: rows are videos with the prompt, then (guided) videos with the negative prompt."""
+        start = time.perf_counter()
+        if progress:
+            progress("text", 0, 1, 0.0)
+        request, copies = job.request, job.request.num_videos_per_prompt
+        prompts = len(request.prompts)
+        if embeds[0] is None:
+            texts = [*request.prompts, *([request.negative_prompt] if job.guided else [])]
+            both = encode_prompts(self._text.module, self.tokenizer, texts)
+            if not job.keep:
+                self._text.free()
+        else:
+            given = Conditioning.from_embeds(embeds[0])
+            if job.guided:
+                negative = embeds[1]
+                if negative is None:
+                    negative = encode_prompts(self._text.module, self.tokenizer, [request.negative_prompt]).embeds
+                rest = Conditioning.from_embeds(jnp.asarray(negative, jnp.float32)[:1])
+                given = Conditioning(
+                    jnp.concatenate([given.embeds, rest.embeds]), jnp.concatenate([given.lengths, rest.lengths])
+                )
+            both = given
+        rows = np.repeat(np.arange(prompts), copies)
+        if job.guided:
+            rows = np.concatenate([rows, np.full(prompts * copies, prompts)])
+        every = Conditioning(both.embeds[rows], both.lengths[rows])
+        text, bias = fold_padding(every, rows=bucket(int(np.max(np.asarray(both.lengths)))))
+        jax.block_until_ready(text)
+        times["text_s"] = time.perf_counter() - start
+        start = time.perf_counter()
+        graph, weights = nnx.split(self._transformer.module)
+        context = _encode_context(graph, weights, text, bias)
+        times["load_transformer_s"] = time.perf_counter() - start
+        if progress:
+            progress("text", 1, 1, times["text_s"])
+        return context
+
+    def _step_programs(self, job: _Job) -> tuple[loop.StepPrograms, dict[float, float]]:
+        """Compiled steps for this grid and schedule, kept between calls; and the executed density by requested density."""
+        s = job.program.sparsity
+        key = (job.geometry.token_grid, tuple(job.backends.items()), s.sink, s.probe_rows, s.routing_seed)
+        if key not in self._programs:
+            attends, executed = {}, {}
+            for density, name in job.backends.items():
+                spec = AttentionSpec(
+                    grid=job.geometry.token_grid,
+                    density=density,
+                    sink=s.sink,
+                    probe_rows=s.probe_rows,
+                    seed=s.routing_seed,
+                    head_dim=self.folder.transformer.attention_head_dim,
+                )
+                attends[density] = make_attend(name, spec)
+                executed[density] = float(getattr(attends[density], "executed_density", DENSE))
+            graph, _ = nnx.split(self._transformer.module)
+            self._programs[key] = (loop.StepPrograms(Denoiser(graph, attends)), executed)
+        return self._programs[key]
+
+    def _denoise(
+        self,
+        job: _Job,
+        context: Context,
+        latents: Any,
+        output_path: str | os.PathLike[str] | None,
+        resume: str | os.PathLike[str] | None,
+        callback: Callable[..., Mapping[str, Any] | None] | None,
+        times: dict[str, float],
+        progress: Progress | None,
+    ) -> loop.LoopResult:
+        start = time.perf_counter()
+        programs, _ = self._step_programs(job)
+        _, weights = nnx.split(self._transformer.module)
+        operands = Operands(weights, context, jnp.asarray(job.request.guidance_scale, jnp.float32))
+        shape = (job.batch, *job.geometry.latent_shape)
+        about = job.request.metadata() | {"schedule_hash": job.program.digest}
+        if resume is not None:
+            state, made_with = loop.load_state(resume)
+            different = sorted(k for k in about.keys() | made_with.keys() if about.get(k) != made_with.get(k))
+            if different:
+                pairs = ", ".join(f"{k}: {made_with.get(k)!r} then, {about.get(k)!r} now" for k in different)
+                raise ValueError(f"{resume} was made by another request ({pairs}); resume with the same one")
+        elif latents is not None:
+            state = loop.start(job.solver, noise.from_published(latents, shape))
+        else:
+            state = loop.start(job.solver, noise.initial_noise(job.request.seeds, job.geometry.latent_shape))
+        try:
+            result = loop.run(
+                programs,
+                operands,
+                job.solver,
+                job.program.plans,
+                state,
+                progress=progress,
+                callback_on_step_end=_adapt(self, callback),
+            )
+        except loop.SamplingInterrupted as stop:
+            path = None
+            if output_path is not None:
+                path = Path(output_path).with_suffix(".state.safetensors")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                loop.save_state(path, stop.state, about)
+            raise Interrupted(path, stop.state.step, job.solver.steps) from stop
+        times["denoise_s"] = sum(r.seconds for r in result.records)
+        times["denoise_compile_s"] = sum(r.compile_s for r in result.records)
+        times["denoise_wall_s"] = time.perf_counter() - start
+        return result
+
+    def _save_latents(self, job: _Job, final: np.ndarray, output_path: Path, metadata: dict[str, Any]) -> Path:
+        saved = SavedLatents(
+            latents=noise.to_published(final),
+            height=job.geometry.height,
+            width=job.geometry.width,
+            fps=job.request.fps,
+            model=self.info.name,
+            prompts=job.request.video_prompts,
+            seeds=job.request.seeds,
+            metadata=metadata,
+        )
+        return saved.save(output_path.with_suffix(".latents.safetensors"))
+
+    def _decode(
+        self,
+        geometry: VideoGeometry,
+        latents: np.ndarray,
+        output_type: str,
+        times: dict[str, float],
+        progress: Progress | None,
+    ) -> np.ndarray:
+        start = time.perf_counter()
+        frames = decode_frames(self._vae.module, latents, geometry, output_type, progress)
+        times["decode_s"] = time.perf_counter() - start
+        return frames
+
+    def _report(self, job: _Job, result: loop.LoopResult, times: dict[str, float], own_latents: bool) -> dict[str, Any]:
+        _, executed = self._step_programs(job)
+        g, request = job.geometry, job.request
+        return {
+            "model": self.info.name,
+            "model_path": str(self.folder.path),
+            "prompts": list(request.video_prompts),
+            "seeds": list(request.seeds),
+            "initial_noise": "given" if own_latents else "from the seeds",
+            "request": request.metadata(),
+            "size": {
+                "height": g.height,
+                "width": g.width,
+                "computed_height": g.computed_height,
+                "computed_width": g.computed_width,
+                "num_frames": g.num_frames,
+                "fps": request.fps,
+                "tokens": g.token_grid.tokens,
+            },
+            "sampling": {
+                "solver": job.solver_name,
+                "steps": job.solver.steps,
+                "flow_shift": request.flow_shift,
+                "flow_shift_from": request.flow_shift_source,
+                "guidance_scale": request.guidance_scale,
+                "evaluations": result.evaluations,
+                "compilations": result.compilations,
+                "dtype": self.dtype.name,
+            },
+            "schedule": {
+                "name": job.program.name,
+                "hash": job.program.digest,
+                "resolution": job.program.resolution,
+                "sink": job.program.sparsity.sink,
+                "phases": [[p.start, p.stop, list(p.plan.densities)] for p in job.program.phases],
+                "notes": list(job.program.notes),
+            },
+            "attention": report.attention_summary(result.records, job.backends, executed),
+            "stages": _rounded(times),
+            "memory": {
+                "planned_peak_gib": round(job.memory.peak / 2**30, 3),
+                "weights_kept": job.keep,
+                "process_peak_gib": report.peak_memory_gib(),
+            },
+            "environment": report.environment(),
+            "steps": [report.step_report(r, job.backends, executed) for r in result.records],
+        }
+
+
+@partial(jax.jit, static_argnums=0)
+def _encode_context(graph: Any, weights: Any, text: jax.Array, bias: jax.Array) -> Context:
+    return nnx.merge(graph, weights).encode_context(text, bias)
+
+
+def choose_backends(requested: str, program: ScheduleProgram) -> dict[float, str]:
+    """Which attention runs each density of a schedule.
+
+    Args:
+      requested: "auto" (dense where the schedule is dense, svg where it is sparse), "dense" or "svg".
+      program: the compiled schedule.
+
+    Raises:
+      ValueError: a named backend that contradicts the schedule; nothing falls back.
+    """
+    if requested == "dense" and program.sparse:
+        raise ValueError(
+            f"attention_backend=dense computes every pair, but schedule {program.name} keeps {min(program.densities):g} of them; "
+            f"use --schedule dense, or attention_backend auto or svg"
+        )
+    if requested == "svg" and not program.sparse:
+        raise ValueError(
+            f"attention_backend=svg has nothing to do under schedule {program.name}, which is dense here; name a sparse schedule "
+            f"(aggressive, moderate, conservative) or use attention_backend auto or dense"
+        )
+    return {d: "dense" if d == DENSE else ("svg" if requested in ("auto", "svg") else requested) for d in program.densities}
+
+
+def _adapt(pipe: Pipeline, callback: Callable[..., Any] | None) -> loop.StepEnd | None:
+    """diffusers' callback signature around the loop's."""
+    if callback is None:
+        return None
+
+    def on_step_end(step: int, timestep: float, latents: jax.Array) -> np.ndarray | None:
+        out = callback(pipe, step, timestep, {"latents": noise.to_published(np.asarray(latents))})
+        if out is None or "latents" not in out:
+            return None
+        return np.asarray(noise.from_published(out["latents"], latents.shape))
+
+    return on_step_end
+
+
+def _rounded(times: Mapping[str, float]) -> dict[str, float]:
+    return {k: round(v, 3) for k, v in times.items()}
