@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import jax
-import jax.numpy as jnp
 import numpy as np
+
+if TYPE_CHECKING:
+    import jax
 
 MAX_SEED = 2**32 - 1
 
@@ -56,6 +58,9 @@ def initial_noise(seeds: Sequence[int], latent_shape: tuple[int, int, int, int])
     Returns:
       [B, F, Y, X, C] float32.
     """
+    import jax  # not at the top: seeds are resolved before anything heavy is imported
+    import jax.numpy as jnp
+
     keys = [jax.random.key(s) for s in seeds]
     return jnp.stack([jax.random.normal(k, latent_shape, jnp.float32) for k in keys])
 
@@ -73,10 +78,14 @@ def from_published(latents: np.ndarray | jax.Array, shape: tuple[int, ...]) -> j
     Raises:
       ValueError: wrong shape or non-finite values.
     """
+    import jax.numpy as jnp
+
     array = np.asarray(latents, np.float32)
     b, f, y, x, c = shape
     if array.shape != (b, c, f, y, x):
-        raise ValueError(f"latents must be [batch, channels, frames, rows, columns] = {(b, c, f, y, x)}, got {array.shape}")
+        raise ValueError(
+            f"latents must be [batch, channels, frames, rows, columns] = {(b, c, f, y, x)}, got {array.shape}"
+        )
     if not np.isfinite(array).all():
         raise ValueError("latents must be finite; the array holds NaN or infinity")
     return jnp.asarray(array.transpose(0, 2, 3, 4, 1))

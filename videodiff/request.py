@@ -1,0 +1,525 @@
+"""What a caller asks for, and how it becomes a run in which everything is decided.
+
+Owns: option names and aliases, every check of a request, what a file must carry to repeat a run. Does not own: models' defaults
+(`known`), flags (`cli`), schedules' content (`schedule`), anything that computes.
+Invariant: a `ResolvedRequest` is legal and complete; nobody downstream checks it again or fills in a default. Imports no jax.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any
+
+from videodiff.errors import closest
+from videodiff.grid import VideoGeometry
+from videodiff.known import SHIPPED, ModelInfo, info_for_folder, known_models, model_info, read_folder_info
+from videodiff.schedule import load_schedule, resolution_sizes
+from videodiff.version import __version__
+
+__all__ = [
+    "SHIPPED",
+    "GenerateRequest",
+    "ModelInfo",
+    "ResolvedRequest",
+    "info_for_folder",
+    "known_models",
+    "model_info",
+    "read_folder_info",
+]
+
+OUTPUT_TYPES = ("uint8", "np", "latent")
+BACKENDS = ("auto", "dense", "svg")
+SOLVERS = ("unipc", "unipc_official", "euler", "euler_twice", "dpm++", "dpm++_official")  # those of sampling.solvers
+DTYPES = ("auto", "float32", "bfloat16")
+
+# Other engines' words for ours. --size becomes height and width.
+ALIASES: Mapping[str, str] = {
+    "frame_num": "num_frames",
+    "sample_steps": "num_inference_steps",
+    "infer_steps": "num_inference_steps",
+    "num_steps": "num_inference_steps",
+    "sample_shift": "flow_shift",
+    "sample_guide_scale": "guidance_scale",
+    "base_seed": "seed",
+    "save_file": "output_path",
+    "ckpt_dir": "model_path",
+    "image": "image_path",
+}
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """ "1280x720" or "1280*720" -> (height, width).
+
+    Raises:
+      ValueError: another form.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(\d+)\s*", str(text), re.IGNORECASE)
+    if not found:
+        raise ValueError(f"size={text!r} must be WIDTHxHEIGHT in pixels, for example 1280x720 or 1280*720")
+    return int(found[2]), int(found[1])
+
+
+def canonical(values: Mapping[str, Any], known: Sequence[str], what: str = "option") -> dict[str, Any]:
+    """Option names as this project spells them: dashes, aliases and size resolved.
+
+    Args:
+      values: name -> value, as someone wrote them.
+      known: canonical names that are legal here.
+      what: how to call a name in messages.
+
+    Raises:
+      ValueError: an unknown name (with the closest match), or two names for one option.
+    """
+    out: dict[str, Any] = {}
+    spelled: dict[str, str] = {}
+    for written, value in values.items():
+        name = str(written).lstrip("-").replace("-", "_")
+        name = ALIASES.get(name, name)
+        if name == "size" and {"height", "width"} <= set(known):
+            pairs = dict(zip(("height", "width"), parse_size(value)))
+        elif name in known:
+            pairs = {name: value}
+        else:
+            legal = {*known, *(a for a, c in ALIASES.items() if c in known), "size"}
+            raise ValueError(f"unknown {what} {written!r}; {closest(name, legal)}")
+        for key, v in pairs.items():
+            if key in out:
+                raise ValueError(f"{spelled[key]!r} and {written!r} both set {key}; give one of them")
+            out[key], spelled[key] = v, str(written)
+    return out
+
+
+# name -> (lowest legal value, whether it is legal itself, highest, remedy)
+_WHOLE: Mapping[str, tuple[int, int | None]] = {
+    "height": (1, None),
+    "width": (1, None),
+    "num_frames": (1, None),
+    "num_inference_steps": (1, None),
+    "num_videos_per_prompt": (1, None),
+    "quality": (0, 51),
+    "ulysses_degree": (1, None),
+    "ring_degree": (1, None),
+}
+_REAL = ("fps", "guidance_scale", "guidance_scale_2", "flow_shift", "boundary_ratio")
+_FLAGS = ("vae_tiling", "warmup", "gif", "contact_sheet", "keep_latents")
+_CHOICES = {"output_type": OUTPUT_TYPES, "attention_backend": BACKENDS, "solver": SOLVERS, "dtype": DTYPES}
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """What a caller asked for, in the names users know; None means the default of the model.
+
+    Args:
+      prompt: one text or several (a batch); None takes the model's example.
+      negative_prompt: one for all, or one a prompt; None takes the model's own.
+      prompt_path: a text file, one prompt a line, instead of prompt.
+      height, width: pixels; both or neither.
+      res: a name of configs/resolutions.yaml or "WIDTHxHEIGHT", instead of height and width.
+      num_frames: temporal_factor * k + 1.
+      fps: frames a second of the file.
+      num_inference_steps, guidance_scale (1 runs one branch), flow_shift, solver: sampling.
+      seed: None or -1 picks one; one for all, or one a video.
+      schedule: name or YAML file of a sparsity schedule.
+      attention_backend: one of `BACKENDS`.
+      num_videos_per_prompt: copies of every prompt, with seeds that count up.
+      output_type: one of `OUTPUT_TYPES`.
+      dtype: one of `DTYPES`; auto is float32 on CPU and bfloat16 elsewhere.
+      model, model_path: a known name or a folder; a folder.
+      output_path, quality, gif, frames_dir, contact_sheet, keep_latents: what is written where.
+      resume: a saved state of an interrupted run.
+      guidance_scale_2, boundary_ratio, image_path, last_image, lora_path, vae_tiling, ulysses_degree, ring_degree, warmup:
+        names of features that are not there yet; anything but the neutral value is refused.
+
+    Raises:
+      ValueError: a value of the wrong type or range, two options that exclude each other, or a feature that is not there.
+    """
+
+    prompt: str | Sequence[str] | None = None
+    negative_prompt: str | Sequence[str] | None = None
+    prompt_path: str | Path | None = None
+    height: int | None = None
+    width: int | None = None
+    res: str | None = None
+    num_frames: int | None = None
+    fps: float | None = None
+    num_inference_steps: int | None = None
+    guidance_scale: float | None = None
+    guidance_scale_2: float | None = None
+    flow_shift: float | None = None
+    boundary_ratio: float | None = None
+    seed: int | Sequence[int] | None = None
+    schedule: str = "dense"
+    attention_backend: str = "auto"
+    solver: str | None = None
+    num_videos_per_prompt: int = 1
+    output_type: str = "uint8"
+    dtype: str = "auto"
+    model: str | None = None
+    model_path: str | Path | None = None
+    output_path: str | Path | None = None
+    quality: int | None = None
+    gif: bool = False
+    frames_dir: str | Path | None = None
+    contact_sheet: bool = False
+    keep_latents: bool = True
+    resume: str | Path | None = None
+    image_path: str | Path | None = None
+    last_image: str | Path | None = None
+    lora_path: str | Path | None = None
+    vae_tiling: bool = False
+    ulysses_degree: int = 1
+    ring_degree: int = 1
+    warmup: bool = False
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _WHOLE.items():
+            _check_number(name, getattr(self, name), Integral, low, high)
+        for name in _REAL:
+            _check_number(name, getattr(self, name), Real)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
+        for name, legal in _CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in legal:
+                raise ValueError(f"{name}={value!r} is unknown; {closest(str(value), legal)}")
+        if self.fps is not None and not 0 < self.fps <= 1000:
+            raise ValueError(f"fps={self.fps} must be above 0 and at most 1000")
+        if self.flow_shift is not None and not self.flow_shift > 0:
+            raise ValueError(f"flow_shift={self.flow_shift} must be positive; 1 leaves the noise levels as they are")
+        if self.guidance_scale is not None and self.guidance_scale < 1:
+            raise ValueError(
+                f"guidance_scale={self.guidance_scale} must be at least 1; 1 runs without guidance, in half the time"
+            )
+        self._check_seed()
+        self._check_pairs()
+        self._refuse_missing_features()
+
+    def _check_seed(self) -> None:
+        seeds = self.seed if _is_list(self.seed) else [self.seed]
+        for s in seeds:  # type: ignore[union-attr]
+            if s is not None and (not isinstance(s, Integral) or isinstance(s, bool)):
+                raise ValueError(f"seed={s!r} must be a whole number, or -1 to pick one")
+
+    def _check_pairs(self) -> None:
+        if self.res is not None and not (self.height is None and self.width is None):
+            raise ValueError(
+                f"res={self.res!r} and height={self.height}, width={self.width} exclude each other; give one of them"
+            )
+        if (self.height is None) != (self.width is None):
+            raise ValueError(f"height={self.height} and width={self.width} must be given together, or use res")
+        if self.prompt is not None and self.prompt_path is not None:
+            raise ValueError("prompt and prompt_path exclude each other; give one of them")
+
+    def _refuse_missing_features(self) -> None:
+        if self.guidance_scale_2 is not None and self.boundary_ratio is None:
+            raise ValueError(
+                f"guidance_scale_2={self.guidance_scale_2} needs boundary_ratio: it is the guidance of the low-noise "
+                f"expert, below the boundary; models with one expert take guidance_scale alone"
+            )
+        neutral = {
+            "boundary_ratio": None, "guidance_scale_2": None, "image_path": None, "last_image": None,
+            "lora_path": None, "vae_tiling": False, "ulysses_degree": 1, "ring_degree": 1, "warmup": False,
+        }  # fmt: skip
+        for name, value in neutral.items():
+            if getattr(self, name) != value:
+                why = {"vae_tiling": "; decoding is streamed frame by frame, which bounds its memory already"}
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not supported yet{why.get(name, '')}; leave it out"
+                )
+
+    def resolve(
+        self, info: ModelInfo, *, sources: Mapping[str, str] | None = None, embedded: int | None = None
+    ) -> ResolvedRequest:
+        """Decide everything.
+
+        Args:
+          info: of the model that will run.
+          sources: option name -> where its value came from, for messages; an option not in it is an argument.
+          embedded: number of prompts that come as embeddings instead of texts.
+
+        Raises:
+          ValueError: illegal size or frame count (naming the nearest legal ones), empty prompt, unknown schedule, options
+            that contradict each other.
+        """
+        from videodiff.noise import resolve_seeds  # its module stays free of jax until noise is drawn
+
+        notes = [info.note] if info.note else []
+        prompts, example = self._prompts(info, embedded)
+        if example:
+            notes.append(f"no prompt given: using the example prompt of {info.name}: {info.example_prompt!r}")
+        negatives = self._negatives(info, len(prompts))
+        geometry, name = self._geometry(info)
+        if (geometry.computed_height, geometry.computed_width) != (geometry.height, geometry.width):
+            notes.append(
+                f"{geometry.width}x{geometry.height} is computed at {geometry.computed_width}x{geometry.computed_height} "
+                f"and cropped"
+            )
+        schedule = load_schedule(str(self.schedule))
+        sparse = any(s.density < 1 for per in schedule.entries.values() for s in per.values())
+        if sparse and self.attention_backend == "dense":
+            raise ValueError(
+                f"attention_backend='dense' computes every pair, so schedule={self.schedule!r} would change nothing; "
+                f"use attention_backend auto or svg, or schedule dense"
+            )
+        if self.flow_shift is not None:
+            shift, source = float(self.flow_shift), (sources or {}).get("flow_shift", "argument")
+        else:
+            shift = float(info.default_flow_shift(geometry.height, geometry.width))
+            source = info.flow_shift_source or f"default of {info.name}"
+        guidance = float(_or(self.guidance_scale, info.guidance_scale))
+        if guidance == 1 and self.negative_prompt:
+            notes.append("guidance_scale is 1, so the negative prompt has no effect")
+        seed = self.seed
+        return ResolvedRequest(
+            model=info.name,
+            prompts=prompts,
+            negative_prompts=negatives,
+            geometry=geometry,
+            resolution=name,
+            fps=float(_or(self.fps, info.fps)),
+            num_inference_steps=int(_or(self.num_inference_steps, info.num_inference_steps)),
+            guidance_scale=guidance,
+            flow_shift=shift,
+            flow_shift_source=source,
+            solver=self.solver or info.solver,
+            schedule=str(self.schedule),
+            schedule_digest=schedule.digest,
+            attention_backend=self.attention_backend,
+            seeds=tuple(resolve_seeds(seed, len(prompts), int(self.num_videos_per_prompt))),
+            num_videos_per_prompt=int(self.num_videos_per_prompt),
+            output_type=self.output_type,
+            dtype=self.dtype,
+            notes=tuple(notes),
+        )
+
+    def _prompts(self, info: ModelInfo, embedded: int | None) -> tuple[tuple[str, ...], bool]:
+        """The texts, and whether they are the model's example."""
+        if embedded is not None:
+            if self.prompt is not None or self.prompt_path is not None:
+                raise ValueError("prompt and prompt_embeds exclude each other; give one of them")
+            return ("",) * embedded, False
+        if self.prompt_path is not None:
+            return read_prompts(self.prompt_path), False
+        if self.prompt is None:
+            return (info.example_prompt,), True
+        texts = list(self.prompt) if _is_list(self.prompt) else [self.prompt]
+        if not texts:
+            raise ValueError("prompt is an empty list; give at least one text")
+        for i, text in enumerate(texts):
+            which = f"prompt {i + 1} of {len(texts)}" if len(texts) > 1 else "prompt"
+            if not isinstance(text, str):
+                raise ValueError(f"{which} must be a text, got {type(text).__name__}")
+            if not text.strip():
+                raise ValueError(
+                    f"{which} is empty; describe what the video should show, or leave prompt out for an example"
+                )
+        return tuple(texts), False
+
+    def _negatives(self, info: ModelInfo, count: int) -> tuple[str, ...]:
+        given = _or(self.negative_prompt, info.negative_prompt)
+        if isinstance(given, str):
+            return (given,) * count
+        if not _is_list(given) or not all(isinstance(t, str) for t in given):
+            raise ValueError(f"negative_prompt must be a text or a list of texts, got {given!r}")
+        if len(given) != count:
+            raise ValueError(
+                f"negative_prompt needs one text for all or one a prompt: got {len(given)} for {count} prompts"
+            )
+        return tuple(given)
+
+    def _geometry(self, info: ModelInfo) -> tuple[VideoGeometry, str]:
+        """Sizes, and the name of the resolution ("" when it has none)."""
+        sizes = resolution_sizes()
+        if self.height is not None and self.width is not None:
+            height, width = int(self.height), int(self.width)
+        else:
+            res = str(_or(self.res, info.resolution))
+            if res in sizes:
+                height, width = sizes[res]
+            elif res[:1].isdigit() and re.search(r"[x*×]", res, re.IGNORECASE):
+                height, width = parse_size(res)
+            else:
+                raise ValueError(f"res={res!r} is unknown; {closest(res, sizes)} WIDTHxHEIGHT works too")
+        name = next((n for n, s in sizes.items() if s in ((height, width), (width, height))), "")
+        multiple = info.layout.size_multiple_px
+        if not name and (height % multiple or width % multiple):
+            raise ValueError(_illegal_size(height, width, multiple, info.name))
+        geometry = VideoGeometry(height, width, int(_or(self.num_frames, info.num_frames)), info.layout)
+        grid, limit = geometry.token_grid, info.transformer.rope_max_seq_len
+        if max(grid.frames, grid.rows, grid.cols) > limit:
+            raise ValueError(
+                f"{width}x{height} with {geometry.num_frames} frames is {grid.frames} x {grid.rows} x {grid.cols} tokens; "
+                f"{info.name} has positions for at most {limit} along each axis"
+            )
+        return geometry, name
+
+
+def read_prompts(path: str | Path) -> tuple[str, ...]:
+    """The prompts of a text file, one a line; blank lines are skipped.
+
+    Raises:
+      ValueError: no such file, not UTF-8, or no prompt in it.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompt_path={str(path)!r} cannot be read: {error}") from None
+    prompts = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not prompts:
+        raise ValueError(f"prompt_path={str(path)!r} holds no prompt; write one a line")
+    return prompts
+
+
+@dataclass(frozen=True)
+class ResolvedRequest:
+    """A run in which everything is decided; made by `GenerateRequest.resolve` only.
+
+    Args:
+      model: name of the model.
+      prompts, negative_prompts: one a prompt.
+      geometry: sizes from pixels to tokens.
+      resolution: name of the size, "" when it has none.
+      flow_shift_source: where the shift came from.
+      schedule, schedule_digest: name or file as asked for, and the hash of its content.
+      seeds: one a video; videos of one prompt are neighbours.
+      dtype: "auto", "float32" or "bfloat16".
+      notes: what the user should be told once.
+    """
+
+    model: str
+    prompts: tuple[str, ...]
+    negative_prompts: tuple[str, ...]
+    geometry: VideoGeometry
+    resolution: str
+    fps: float
+    num_inference_steps: int
+    guidance_scale: float
+    flow_shift: float
+    flow_shift_source: str
+    solver: str
+    schedule: str
+    schedule_digest: str
+    attention_backend: str
+    seeds: tuple[int, ...]
+    num_videos_per_prompt: int
+    output_type: str
+    dtype: str
+    notes: tuple[str, ...] = ()
+
+    @property
+    def guided(self) -> bool:
+        """Whether the unconditional branch runs."""
+        return self.guidance_scale > 1
+
+    @property
+    def videos(self) -> int:
+        return len(self.seeds)
+
+    def video_prompts(self) -> tuple[str, ...]:
+        """The prompt of every video."""
+        return tuple(p for p in self.prompts for _ in range(self.num_videos_per_prompt))
+
+    def summary(self) -> str:
+        """One line for the log."""
+        g = self.geometry
+        return (
+            f"{self.model}: {g.width}x{g.height}, {g.num_frames} frames at {self.fps:g} fps, {self.num_inference_steps} steps, "
+            f"{self.solver}, guidance {self.guidance_scale:g}, flow_shift {self.flow_shift:g} ({self.flow_shift_source}), "
+            f"schedule {self.schedule}, seed {', '.join(map(str, self.seeds))}"
+        )
+
+    def metadata(self) -> dict[str, Any]:
+        """Everything that repeats the run, as plain JSON types; `request_from_metadata` reads it.
+
+        ``prompt`` and ``seed`` are lists in a batch; the writer of a single video puts that video's own there.
+        """
+        g = self.geometry
+        data: dict[str, Any] = {
+            "prompt": self.prompts[0] if len(self.prompts) == 1 else list(self.prompts),
+            "negative_prompt": _one_or_list(self.negative_prompts),
+            "seed": self.seeds[0] if self.videos == 1 else list(self.seeds),
+            "model": self.model,
+            "height": g.height,
+            "width": g.width,
+            "num_frames": g.num_frames,
+            "fps": self.fps,
+            "num_inference_steps": self.num_inference_steps,
+            "guidance_scale": self.guidance_scale,
+            "flow_shift": self.flow_shift,
+            "solver": self.solver,
+            "schedule": self.schedule,
+            "schedule_digest": self.schedule_digest,
+            "attention_backend": self.attention_backend,
+            "dtype": self.dtype,
+            "version": __version__,
+        }
+        if self.num_videos_per_prompt > 1:
+            data["num_videos_per_prompt"] = self.num_videos_per_prompt
+        return data
+
+
+_REPEATED = (
+    "prompt", "negative_prompt", "seed", "height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale",
+    "flow_shift", "solver", "schedule", "attention_backend", "dtype", "num_videos_per_prompt",
+)  # fmt: skip
+
+
+def request_from_metadata(data: Mapping[str, Any], **changes: Any) -> GenerateRequest:
+    """The request that repeats a run.
+
+    Args:
+      data: what `ResolvedRequest.metadata` gave, possibly with more keys and with one video's prompt and seed.
+      changes: fields of the request that are set or replaced.
+
+    Raises:
+      ValueError: it does not hold a run.
+    """
+    missing = [k for k in ("prompt", "seed", "height", "width", "num_frames", "num_inference_steps") if k not in data]
+    if missing:
+        raise ValueError(f"this is not the metadata of a run of videodiff: {', '.join(missing)} missing")
+    fields = {k: data[k] for k in _REPEATED if data.get(k) is not None}
+    if not _is_list(fields["seed"]):
+        fields.pop("num_videos_per_prompt", None)
+    return GenerateRequest(**{**fields, **changes})
+
+
+def _check_number(name: str, value: Any, kind: type, low: float | None = None, high: float | None = None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(f"{name}={value!r} must be a {'whole ' if kind is Integral else ''}number")
+    if value != value or value in (float("inf"), float("-inf")):
+        raise ValueError(f"{name}={value!r} must be finite")
+    if low is not None and (value < low or (high is not None and value > high)):  # type: ignore[operator]
+        limits = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise ValueError(f"{name}={value} must be {limits}")
+
+
+def _illegal_size(height: int, width: int, multiple: int, model: str) -> str:
+    def near(px: int) -> list[int]:
+        low = px // multiple * multiple
+        return [n for n in ((low,) if low == px else (low, low + multiple)) if n > 0]
+
+    legal = [f"{w}x{h}" for w, h in itertools.product(near(width), near(height))]
+    return (
+        f"width={width}, height={height} must be multiples of {multiple} for {model}; the nearest legal sizes are "
+        f"{', '.join(legal)}; any size of {', '.join(resolution_sizes())} works too"
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _one_or_list(texts: Sequence[str]) -> str | list[str]:
+    return texts[0] if len(set(texts)) == 1 else list(texts)
