@@ -13,55 +13,55 @@ import jax.numpy as jnp
 from jax import lax
 
 from videodiff.attention.api import ROUTE_DENSE, Attend, AttentionSpec, HeadStats, register
+from videodiff.attention.blocked import Tiling, attend_head, from_heads, operand_dtype, to_heads
+from videodiff.grid import TokenOrder
 
-PLAIN_PAIRS = 1280 * 1280  # up to this many pairs per head the whole score matrix is formed
-QUERY_TILE = 256
+PLAIN_TOKENS = 1280  # up to here one head's whole score matrix is no larger than one tile of the blocked form
+PLAIN_BYTES = 32 * 2**20  # score matrices formed at once
+QUERY_TILE = 1024
 KEY_TILE = 1024
 
 
 def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Softmax attention with the whole score matrix.
+    """Softmax attention with the whole score matrix, for few tokens.
 
     Args:
       q: [B, Nq, H, D]; k, v: [B, Nk, H, D], any float dtype.
 
     Returns:
-      [B, Nq, H, D] in q's dtype; softmax statistics and sums are float32.
+      [B, Nq, H, D] in q's dtype; products are summed and softmax is computed in float32.
     """
     scale = 1.0 / math.sqrt(q.shape[-1])
-    s = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) * scale
-    p = jax.nn.softmax(s, axis=-1).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", p, v, preferred_element_type=jnp.float32).astype(q.dtype)
+    dtype = operand_dtype(q.dtype)
+    s = jnp.einsum("bqhd,bkhd->bhqk", q.astype(dtype), k.astype(dtype), preferred_element_type=jnp.float32)
+    p = jax.nn.softmax(s * scale, axis=-1).astype(dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", p, v.astype(dtype), preferred_element_type=jnp.float32).astype(q.dtype)
+
+
+def _plain_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Plain attention over as many batch entries at a time as PLAIN_BYTES of scores allow."""
+    b, n, h, _ = q.shape
+    chunk = max(1, min(b, PLAIN_BYTES // (4 * h * n * n)))
+    if chunk >= b:
+        return plain_attention(q, k, v)
+    return lax.map(lambda x: plain_attention(*(y[None] for y in x))[0], (q, k, v), batch_size=chunk)
+
+
+def _tile(tokens: int, target: int) -> int:
+    """A tile near ``target`` that splits ``tokens`` evenly, so that padding is less than one token per tile."""
+    return -(-tokens // -(-tokens // target))
 
 
 def _blocked_head(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """One head over query and key tiles with a running max. q, k, v: [N, D] -> [N, D]."""
-    n, d = q.shape
-    tq, tk = min(QUERY_TILE, n), min(KEY_TILE, n)
-    nq, nk = -(-n // tq), -(-n // tk)
-    scale = math.log2(math.e) / math.sqrt(d)
-    qt = jnp.pad(q, ((0, nq * tq - n), (0, 0))).reshape(nq, tq, d)
-    kt = jnp.pad(k, ((0, nk * tk - n), (0, 0))).reshape(nk, tk, d)
-    vt = jnp.pad(v, ((0, nk * tk - n), (0, 0))).reshape(nk, tk, d)
-    bias = jnp.where(jnp.arange(nk * tk) < n, 0.0, -jnp.inf).astype(jnp.float32).reshape(nk, tk)
+    """One head, [N, D], over all key tiles, the one on the diagonal first."""
+    n = q.shape[0]
+    queries = Tiling(TokenOrder.FRAME_MAJOR, 1, n, _tile(n, QUERY_TILE))
+    keys = Tiling(TokenOrder.FRAME_MAJOR, 1, n, _tile(n, KEY_TILE))
 
-    def query_tile(qi: jax.Array) -> jax.Array:
-        def key_tile(carry, xs):
-            o, m, l = carry
-            kj, vj, bj = xs
-            s = jnp.dot(qi, kj.T, preferred_element_type=jnp.float32) * scale + bj
-            m_new = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
-            p = jnp.exp2(s - m_new)
-            c = jnp.exp2(m - m_new)
-            l = l * c + jnp.sum(p, axis=1, keepdims=True)
-            o = o * c + jnp.dot(p.astype(vj.dtype), vj, preferred_element_type=jnp.float32)
-            return (o, m_new, l), None
+    def tiles(i: jax.Array, position: jax.Array) -> jax.Array:
+        return (i * queries.size // keys.size + position) % keys.count
 
-        init = (jnp.zeros((tq, d), jnp.float32), jnp.full((tq, 1), -jnp.inf), jnp.zeros((tq, 1)))
-        (o, _, l), _ = lax.scan(key_tile, init, (kt, vt, bias))
-        return (o / l).astype(q.dtype)
-
-    return lax.map(query_tile, qt).reshape(nq * tq, d)[:n]
+    return attend_head(q, k, v, queries, keys, tiles, lambda _: keys.count)
 
 
 def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -73,22 +73,33 @@ def dense_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     Returns:
       [B, N, H, D] in q's dtype.
     """
-    b, n, h, d = q.shape
-    if n * n <= PLAIN_PAIRS:
-        return plain_attention(q, k, v)
-    heads = [x.transpose(0, 2, 1, 3).reshape(b * h, n, d) for x in (q, k, v)]  # [B*H, N, D]
-    o = lax.map(lambda qkv: _blocked_head(*qkv), tuple(heads))
-    return o.reshape(b, h, n, d).transpose(0, 2, 1, 3)
+    b, n, _, _ = q.shape
+    if n <= PLAIN_TOKENS:
+        return _plain_in_chunks(q, k, v)
+    o = lax.map(lambda x: _blocked_head(*x), (to_heads(q), to_heads(k), to_heads(v)))
+    return from_heads(o, b)
+
+
+def dense_stats(batch: int, heads: int) -> HeadStats:
+    """The statistics of a dense call: every head dense, no error."""
+    return HeadStats(jnp.full((batch, heads), ROUTE_DENSE, jnp.int32), jnp.zeros((batch, heads), jnp.float32))
 
 
 @register("dense")
 def make_dense(spec: AttentionSpec) -> Attend:
-    """Dense attention for every layer and step; ``spec.density`` is ignored by design: dense is dense."""
+    """Attention over all pairs; of ``spec`` only the grid matters, and that only to check sizes.
 
-    def attend(q, k, v, *, layer, step):
-        b, _, h, _ = q.shape
+    Raises:
+      ValueError: density below 1, which this backend would silently ignore.
+    """
+    if spec.density != 1.0:
+        raise ValueError(f"the dense backend executes every pair, got density={spec.density}; use 1.0 or backend 'svg'")
+
+    def attend(
+        q: jax.Array, k: jax.Array, v: jax.Array, *, layer: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, HeadStats]:
+        assert q.shape[1] == spec.grid.tokens, (q.shape, spec.grid)
         with jax.named_scope("attend_dense"):
-            o = dense_attention(q, k, v)
-        return o, HeadStats(jnp.full((b, h), ROUTE_DENSE, jnp.int32), jnp.zeros((b, h), jnp.float32))
+            return dense_attention(q, k, v), dense_stats(q.shape[0], q.shape[2])
 
     return attend
