@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("weights", "denoiser"),
     ("memory", "sampling"),
     ("text",),
-    ("request", "result", "stages", "report"),
+    ("known", "request", "result", "stages", "report"),
     ("describe",),
     ("pipeline",),
     ("cli",),

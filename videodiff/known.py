@@ -12,11 +12,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import yaml
 
-from videodiff.configs import TransformerConfig
+from videodiff.configs import TransformerConfig, VaeConfig
 from videodiff.errors import closest
 from videodiff.grid import LatentLayout
 from videodiff.resources import config_dir
@@ -38,7 +38,7 @@ class ModelInfo:
       transformer: its config.
       spatial_factor, temporal_factor: pixels and frames a latent.
       flow_shift_up_to: resolution -> shift for sizes of at most its pixels; the smallest that fits wins.
-      solver: default, one of `SOLVERS`.
+      solver: what its scheduler config names, for descriptions made without a folder.
       repository: where its weights are published, "" when they ship or are unknown.
       note: what the user should know about how these were found.
       flow_shift_source: who says flow_shift.
@@ -112,7 +112,31 @@ _SHAPES = (
 )  # fmt: skip
 
 
-def info_for_folder(
+class CheckedFolder(Protocol):
+    """What `info_for_folder` reads of `weights.folder.ModelFolder`."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def transformer(self) -> TransformerConfig: ...
+    @property
+    def vae(self) -> VaeConfig: ...
+    @property
+    def scheduler(self) -> Mapping[str, Any]: ...
+
+
+def info_for_folder(folder: CheckedFolder) -> ModelInfo:
+    """Which known model a checked folder is, see `info_for_shapes`."""
+    return info_for_shapes(
+        folder.path.resolve().name,
+        folder.transformer,
+        spatial_factor=folder.vae.scale_factor_spatial,
+        temporal_factor=folder.vae.scale_factor_temporal,
+        scheduler=folder.scheduler,
+    )
+
+
+def info_for_shapes(
     name: str,
     transformer: TransformerConfig,
     *,
@@ -156,7 +180,7 @@ def info_for_folder(
 
 
 def read_folder_info(folder: str | Path) -> ModelInfo:
-    """`info_for_folder` of a checkpoint folder, from its small config files alone.
+    """`info_for_shapes` of a checkpoint folder, from its small config files alone.
 
     Raises:
       ValueError: not a checkpoint folder, or a config that this engine does not run.
@@ -184,7 +208,7 @@ def read_folder_info(folder: str | Path) -> ModelInfo:
 
     transformer = TransformerConfig.from_json(fields("transformer", "config.json", True))
     vae = fields("vae", "config.json", True)
-    return info_for_folder(
+    return info_for_shapes(
         folder.resolve().name,
         transformer,
         spatial_factor=int(vae.get("scale_factor_spatial", 8)),

@@ -7,6 +7,7 @@ Invariant: a `ResolvedRequest` is legal and complete; nobody downstream checks i
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,15 @@ __all__ = [
 
 OUTPUT_TYPES = ("uint8", "np", "latent")
 BACKENDS = ("auto", "dense", "svg")
-SOLVERS = ("unipc", "unipc_official", "euler", "euler_twice", "dpm++", "dpm++_official")  # those of sampling.solvers
+SOLVERS = (
+    "auto",
+    "unipc",
+    "unipc_official",
+    "euler",
+    "euler_twice",
+    "dpm++",
+    "dpm++_official",
+)  # auto, and those of sampling.solvers
 DTYPES = ("auto", "float32", "bfloat16")
 
 # Other engines' words for ours. --size becomes height and width.
@@ -116,7 +125,7 @@ class GenerateRequest:
 
     Args:
       prompt: one text or several (a batch); None takes the model's example.
-      negative_prompt: one for all, or one a prompt; None takes the model's own.
+      negative_prompt: one for all; None takes the model's own.
       prompt_path: a text file, one prompt a line, instead of prompt.
       height, width: pixels; both or neither.
       res: a name of configs/resolutions.yaml or "WIDTHxHEIGHT", instead of height and width.
@@ -140,7 +149,7 @@ class GenerateRequest:
     """
 
     prompt: str | Sequence[str] | None = None
-    negative_prompt: str | Sequence[str] | None = None
+    negative_prompt: str | None = None
     prompt_path: str | Path | None = None
     height: int | None = None
     width: int | None = None
@@ -181,6 +190,8 @@ class GenerateRequest:
             _check_number(name, getattr(self, name), Integral, low, high)
         for name in _REAL:
             _check_number(name, getattr(self, name), Real)
+        if self.negative_prompt is not None and not isinstance(self.negative_prompt, str):
+            raise ValueError(f"negative_prompt={self.negative_prompt!r} must be one text; it serves every prompt")
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
@@ -253,7 +264,6 @@ class GenerateRequest:
         prompts, example = self._prompts(info, embedded)
         if example:
             notes.append(f"no prompt given: using the example prompt of {info.name}: {info.example_prompt!r}")
-        negatives = self._negatives(info, len(prompts))
         geometry, name = self._geometry(info)
         if (geometry.computed_height, geometry.computed_width) != (geometry.height, geometry.width):
             notes.append(
@@ -279,7 +289,7 @@ class GenerateRequest:
         return ResolvedRequest(
             model=info.name,
             prompts=prompts,
-            negative_prompts=negatives,
+            negative_prompt=_or(self.negative_prompt, info.negative_prompt),
             geometry=geometry,
             resolution=name,
             fps=float(_or(self.fps, info.fps)),
@@ -287,7 +297,7 @@ class GenerateRequest:
             guidance_scale=guidance,
             flow_shift=shift,
             flow_shift_source=source,
-            solver=self.solver or info.solver,
+            solver=None if self.solver == "auto" else self.solver,
             schedule=str(self.schedule),
             schedule_digest=schedule.digest,
             attention_backend=self.attention_backend,
@@ -321,18 +331,6 @@ class GenerateRequest:
                 )
         return tuple(texts), False
 
-    def _negatives(self, info: ModelInfo, count: int) -> tuple[str, ...]:
-        given = _or(self.negative_prompt, info.negative_prompt)
-        if isinstance(given, str):
-            return (given,) * count
-        if not _is_list(given) or not all(isinstance(t, str) for t in given):
-            raise ValueError(f"negative_prompt must be a text or a list of texts, got {given!r}")
-        if len(given) != count:
-            raise ValueError(
-                f"negative_prompt needs one text for all or one a prompt: got {len(given)} for {count} prompts"
-            )
-        return tuple(given)
-
     def _geometry(self, info: ModelInfo) -> tuple[VideoGeometry, str]:
         """Sizes, and the name of the resolution ("" when it has none)."""
         sizes = resolution_sizes()
@@ -360,6 +358,15 @@ class GenerateRequest:
         return geometry, name
 
 
+def make_request(**options: Any) -> GenerateRequest:
+    """A request from options under any of their names, aliases and size included.
+
+    Raises:
+      ValueError: as `GenerateRequest`; an unknown name is answered with the closest one.
+    """
+    return GenerateRequest(**canonical(options, FIELDS))
+
+
 def read_prompts(path: str | Path) -> tuple[str, ...]:
     """The prompts of a text file, one a line; blank lines are skipped.
 
@@ -376,16 +383,21 @@ def read_prompts(path: str | Path) -> tuple[str, ...]:
     return prompts
 
 
+FIELDS = tuple(f.name for f in dataclasses.fields(GenerateRequest))
+
+
 @dataclass(frozen=True)
 class ResolvedRequest:
     """A run in which everything is decided; made by `GenerateRequest.resolve` only.
 
     Args:
       model: name of the model.
-      prompts, negative_prompts: one a prompt.
+      prompts: what to show.
+      negative_prompt: what not to show, for all of them.
       geometry: sizes from pixels to tokens.
       resolution: name of the size, "" when it has none.
       flow_shift_source: where the shift came from.
+      solver: a name, or None for the one of the checkpoint's scheduler config.
       schedule, schedule_digest: name or file as asked for, and the hash of its content.
       seeds: one a video; videos of one prompt are neighbours.
       dtype: "auto", "float32" or "bfloat16".
@@ -394,7 +406,7 @@ class ResolvedRequest:
 
     model: str
     prompts: tuple[str, ...]
-    negative_prompts: tuple[str, ...]
+    negative_prompt: str
     geometry: VideoGeometry
     resolution: str
     fps: float
@@ -402,7 +414,7 @@ class ResolvedRequest:
     guidance_scale: float
     flow_shift: float
     flow_shift_source: str
-    solver: str
+    solver: str | None
     schedule: str
     schedule_digest: str
     attention_backend: str
@@ -421,6 +433,7 @@ class ResolvedRequest:
     def videos(self) -> int:
         return len(self.seeds)
 
+    @property
     def video_prompts(self) -> tuple[str, ...]:
         """The prompt of every video."""
         return tuple(p for p in self.prompts for _ in range(self.num_videos_per_prompt))
@@ -430,7 +443,7 @@ class ResolvedRequest:
         g = self.geometry
         return (
             f"{self.model}: {g.width}x{g.height}, {g.num_frames} frames at {self.fps:g} fps, {self.num_inference_steps} steps, "
-            f"{self.solver}, guidance {self.guidance_scale:g}, flow_shift {self.flow_shift:g} ({self.flow_shift_source}), "
+            f"solver {self.solver or 'of the checkpoint'}, guidance {self.guidance_scale:g}, flow_shift {self.flow_shift:g} ({self.flow_shift_source}), "
             f"schedule {self.schedule}, seed {', '.join(map(str, self.seeds))}"
         )
 
@@ -442,7 +455,7 @@ class ResolvedRequest:
         g = self.geometry
         data: dict[str, Any] = {
             "prompt": self.prompts[0] if len(self.prompts) == 1 else list(self.prompts),
-            "negative_prompt": _one_or_list(self.negative_prompts),
+            "negative_prompt": self.negative_prompt,
             "seed": self.seeds[0] if self.videos == 1 else list(self.seeds),
             "model": self.model,
             "height": g.height,
@@ -519,7 +532,3 @@ def _is_list(value: Any) -> bool:
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _one_or_list(texts: Sequence[str]) -> str | list[str]:
-    return texts[0] if len(set(texts)) == 1 else list(texts)
