@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("weights", "denoiser"),
     ("memory", "sampling"),
     ("text",),
-    ("known", "request", "result", "stages", "report"),
+    ("known", "request", "result", "stages", "report", "flags"),
     ("describe",),
     ("pipeline",),
     ("cli",),

@@ -329,7 +329,7 @@ class GenerateRequest:
                 raise ValueError(
                     f"{which} is empty; describe what the video should show, or leave prompt out for an example"
                 )
-        return tuple(texts), False
+        return tuple(map(str, texts)), False
 
     def _geometry(self, info: ModelInfo) -> tuple[VideoGeometry, str]:
         """Sizes, and the name of the resolution ("" when it has none)."""
@@ -443,8 +443,8 @@ class ResolvedRequest:
         g = self.geometry
         return (
             f"{self.model}: {g.width}x{g.height}, {g.num_frames} frames at {self.fps:g} fps, {self.num_inference_steps} steps, "
-            f"solver {self.solver or 'of the checkpoint'}, guidance {self.guidance_scale:g}, flow_shift {self.flow_shift:g} ({self.flow_shift_source}), "
-            f"schedule {self.schedule}, seed {', '.join(map(str, self.seeds))}"
+            f"solver {self.solver or 'of the checkpoint'}, guidance {self.guidance_scale:g}, "
+            f"flow_shift {self.flow_shift:g} ({self.flow_shift_source}), schedule {self.schedule}, seed {', '.join(map(str, self.seeds))}"
         )
 
     def metadata(self) -> dict[str, Any]:
