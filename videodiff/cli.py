@@ -1,7 +1,7 @@
 """Flags -> a request -> files: `videodiff generate | describe | decode | rerun | models`.
 
-Owns: the choice of the model's folder, names of output files, progress on the terminal, exit codes (0 done, 1 failed, 2 the command is
-wrong, 130 stopped by Ctrl-C). Does not own: flags (`flags`), defaults and checks of a request (`request`), what a run does (`pipeline`).
+Owns: the choice of the model's folder, names of output files, progress on the terminal, exit codes (0 done, 1 failed, 2 the command
+is wrong, 130 stopped by Ctrl-C). Does not own: flags (`flags`), checks of a request (`request`), what a run does (`pipeline`).
 Invariant: nothing heavy is imported before the request is known to be legal and its files writable.
 """
 
@@ -197,7 +197,7 @@ def timing_line(stages: Mapping[str, float], writing_s: float) -> str:
 # Fields that a run takes; the others say where it reads and writes.
 _RUN_FIELDS = (
     "negative_prompt", "height", "width", "res", "num_frames", "fps", "num_inference_steps", "guidance_scale", "flow_shift",
-    "schedule", "attention_backend", "solver", "num_videos_per_prompt", "output_type", "dtype",
+    "schedule", "attention_backend", "solver", "num_videos_per_prompt", "output_type", "dtype", "sources",
 )  # fmt: skip
 
 
@@ -215,8 +215,9 @@ def run_request(
     pipe = Pipeline.from_pretrained(folder, dtype=None if request.dtype == "auto" else request.dtype)
     options = {k: getattr(request, k) for k in _RUN_FIELDS}
     prompts, seeds = list(resolved.prompts), list(resolved.seeds)
+    example = request.prompt is None and request.prompt_path is None  # the pipeline takes it itself, and says so
     result = pipe.generate(
-        prompts[0] if len(prompts) == 1 else prompts,
+        None if example else prompts[0] if len(prompts) == 1 else prompts,
         seed=seeds[0] if len(seeds) == 1 else seeds,
         output_path=path,
         resume=request.resume,
@@ -240,8 +241,8 @@ def prepare_generate(args: argparse.Namespace) -> Job:
     if values.get("resume") is not None:
         values = _resumed(values)
     folder, info = choose_model(values.get("model"), values.get("model_path"), weights=True)
-    request = GenerateRequest(**values)
-    resolved = request.resolve(info, sources=sources)
+    request = GenerateRequest(**values, sources=sources)
+    resolved = request.resolve(info)
     path = Path(values["output_path"]) if values.get("output_path") else default_output(resolved)
     return _announced(request, resolved, folder, path, values, quiet)
 
@@ -256,9 +257,6 @@ def _announced(
 ) -> Job:
     def job() -> None:
         check_outputs(path, values)
-        for note in resolved.notes:
-            _say(quiet, note)
-        _say(quiet, resolved.summary())
         run_request(request, resolved, folder, path, values, quiet)
 
     _check_kind(path, values)
@@ -297,7 +295,7 @@ def _resumed(values: Mapping[str, Any]) -> dict[str, Any]:
         )
     model = None if values.get("model_path") else about.get("model")
     made = request_from_metadata(about, model=model)
-    options = {k: v for k, v in vars(made).items() if v is not None}
+    options = {k: v for k, v in vars(made).items() if v is not None and k != "sources"}
     if "output_path" not in values:
         stem = state.name.removesuffix(".safetensors").removesuffix(".state")
         options["output_path"] = str(free_name(state.with_name(f"{stem}.mp4")))
@@ -315,11 +313,12 @@ def prepare_rerun(args: argparse.Namespace) -> Job:
         raise UsageError(f"{args.file!r} does not exist")
     about = media.read_metadata(source)
     try:
-        request = request_from_metadata(about, **{k: v for k, v in values.items() if k not in OUTPUT})
+        changes = {k: v for k, v in values.items() if k not in OUTPUT}
+        request = request_from_metadata(about, **changes, sources={"flow_shift": source.name})
     except ValueError as error:
         raise ValueError(f"{args.file}: {error}") from None
     folder, info = choose_model(_named(about, values), values.get("model_path"), weights=True)
-    resolved = request.resolve(info, sources={"flow_shift": f"{source.name}"})
+    resolved = request.resolve(info)
     if about.get("schedule_digest") not in (None, resolved.schedule_digest):
         _say(
             quiet,
@@ -373,8 +372,8 @@ def prepare_describe(args: argparse.Namespace) -> Job:
     """`videodiff describe`."""
     values, sources = gather(args)
     _, info = choose_model(values.get("model"), values.get("model_path"), weights=False)
-    request = GenerateRequest(**{"seed": 0, **{k: v for k, v in values.items() if k in DESCRIBED}})
-    resolved = request.resolve(info, sources=sources)
+    request = GenerateRequest(**{"seed": 0, **{k: v for k, v in values.items() if k in DESCRIBED}}, sources=sources)
+    resolved = request.resolve(info)
 
     def job() -> None:
         from videodiff.describe import describe_run

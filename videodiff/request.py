@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,7 @@ class GenerateRequest:
       model, model_path: a known name or a folder; a folder.
       output_path, quality, gif, frames_dir, contact_sheet, keep_latents: what is written where.
       resume: a saved state of an interrupted run.
+      sources: option -> where its value came from, for the log; one that is not in it is an argument.
       guidance_scale_2, boundary_ratio, image_path, last_image, lora_path, vae_tiling, ulysses_degree, ring_degree, warmup:
         names of features that are not there yet; anything but the neutral value is refused.
 
@@ -184,6 +185,7 @@ class GenerateRequest:
     ulysses_degree: int = 1
     ring_degree: int = 1
     warmup: bool = False
+    sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, (low, high) in _WHOLE.items():
@@ -244,14 +246,11 @@ class GenerateRequest:
                     f"{name}={getattr(self, name)!r} is not supported yet{why.get(name, '')}; leave it out"
                 )
 
-    def resolve(
-        self, info: ModelInfo, *, sources: Mapping[str, str] | None = None, embedded: int | None = None
-    ) -> ResolvedRequest:
+    def resolve(self, info: ModelInfo, *, embedded: int | None = None) -> ResolvedRequest:
         """Decide everything.
 
         Args:
           info: of the model that will run.
-          sources: option name -> where its value came from, for messages; an option not in it is an argument.
           embedded: number of prompts that come as embeddings instead of texts.
 
         Raises:
@@ -277,8 +276,13 @@ class GenerateRequest:
                 f"attention_backend='dense' computes every pair, so schedule={self.schedule!r} would change nothing; "
                 f"use attention_backend auto or svg, or schedule dense"
             )
+        if not sparse and self.attention_backend == "svg":
+            raise ValueError(
+                f"attention_backend='svg' has nothing to do under schedule={self.schedule!r}, which is dense; name a sparse "
+                f"schedule, or use attention_backend auto or dense"
+            )
         if self.flow_shift is not None:
-            shift, source = float(self.flow_shift), (sources or {}).get("flow_shift", "argument")
+            shift, source = float(self.flow_shift), self.sources.get("flow_shift", "argument")
         else:
             shift = float(info.default_flow_shift(geometry.height, geometry.width))
             source = info.flow_shift_source or f"default of {info.name}"
@@ -444,7 +448,8 @@ class ResolvedRequest:
         return (
             f"{self.model}: {g.width}x{g.height}, {g.num_frames} frames at {self.fps:g} fps, {self.num_inference_steps} steps, "
             f"solver {self.solver or 'of the checkpoint'}, guidance {self.guidance_scale:g}, "
-            f"flow_shift {self.flow_shift:g} ({self.flow_shift_source}), schedule {self.schedule}, seed {', '.join(map(str, self.seeds))}"
+            f"flow_shift {self.flow_shift:g} ({self.flow_shift_source}), schedule {self.schedule}, "
+            f"seed {', '.join(map(str, self.seeds))}"
         )
 
     def metadata(self) -> dict[str, Any]:
