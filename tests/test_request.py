@@ -93,7 +93,7 @@ def test_a_folder_is_recognised_by_its_shapes(info):
 def test_folder_configs(tmp_path):
     with pytest.raises(ValueError, match="is not a folder"):
         read_folder_info(tmp_path / "no")
-    with pytest.raises(ValueError, match="transformer/config.json is missing"):
+    with pytest.raises(ValueError, match=r"transformer/config\.json is missing"):
         read_folder_info(tmp_path)
     for part, body in (("transformer", SMALL.transformer.to_json()), ("vae", {"scale_factor_spatial": 8})):
         (tmp_path / part).mkdir()
