@@ -229,7 +229,7 @@ def test_folder_of_another_model(tmp_path):
     for part, body in (("transformer", model_info("wan2.1-t2v-14b").transformer.to_json()), ("vae", {})):
         (tmp_path / "m" / part).mkdir(parents=True)
         (tmp_path / "m" / part / "config.json").write_text(json.dumps(body))
-    with pytest.raises(ValueError, match="holds wan2.1-t2v-14b, not wan2.1-t2v-1.3b"):
+    with pytest.raises(ValueError, match=r"holds wan2\.1-t2v-14b, not wan2\.1-t2v-1\.3b"):
         cli.choose_model("wan2.1-t2v-1.3b", str(tmp_path / "m"), weights=False)
     for model, path in (("wan2.1-t2v-14b", "m"), (None, "m"), ("m", None)):
         model = str(tmp_path / "m") if model == "m" else model
