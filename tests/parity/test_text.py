@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from videodiff.configs import TextEncoderConfig
-from videodiff.text.build_tokenizer import build_tokenizer
+from videodiff.text.build_tokenizer import build_tokenizer, precompile
 from videodiff.text.clean import clean_prompt
 from videodiff.text.encode import encode_prompts
 from videodiff.text.tokenizer import Tokenizer
@@ -126,6 +126,40 @@ def test_tokenizer_ids(kind: str, tokenizer_folder: Path, tmp_path: Path) -> Non
         np.testing.assert_array_equal(got.mask, want.attention_mask)
     assert (got.lengths == 512).any()
     assert any(got.cut_off)
+
+
+def test_tokenizer_ids_of_a_subword_vocabulary(tmp_path: Path) -> None:
+    """As UMT5's own file: pieces inside words, and Metaspace as its only pre-tokenizer, where transformers puts two."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models, normalizers, pre_tokenizers, trainers
+
+    backend = Backend(models.Unigram())
+    backend.normalizer = normalizers.Precompiled(precompile({"\uff21": "A", "\u00bd": "1 2", "\u2028": " "}))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement="\u2581", prepend_scheme="always")
+    special = ["<pad>", "</s>", "<unk>"]
+    trainer = trainers.UnigramTrainer(vocab_size=150, special_tokens=special, unk_token="<unk>", show_progress=False)
+    corpus = [*support.CAPTIONS, *support.RAW_TEXTS, "redo undoing circles squared"] * 3
+    backend.train_from_iterator([clean_prompt(t) for t in corpus if clean_prompt(t)], trainer)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.T5TokenizerFast.from_pretrained(tmp_path, extra_ids=0)
+    r = np.random.default_rng(1)
+    parts = [
+        *support.RAW_TEXTS,
+        *support.CAPTIONS,
+        *WORDS[:11],
+        "\uff21x",
+        "1\u00bd",
+        "untrained",
+        "\u2028",
+        "\u0e01\u0e02",
+    ]
+    texts = [clean_prompt(" ".join(r.choice(parts, n))) for n in r.integers(0, 40, 80)]
+    want = theirs(texts, padding="max_length", max_length=512, truncation=True, add_special_tokens=True)
+    got = Tokenizer(tmp_path)(texts, 512, pad_to=512)
+    np.testing.assert_array_equal(got.ids, want.input_ids)
+    assert "" in texts
+    assert (got.lengths == 512).any()
+    assert (got.ids == 2).any()
 
 
 def test_cleaning_random_text() -> None:

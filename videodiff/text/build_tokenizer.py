@@ -129,7 +129,8 @@ def precompile(table: Mapping[str, str]) -> bytes:
 def _double_array(values: Mapping[bytes, int]) -> list[int]:
     """Place every node of the trie of ``values`` into one array; first fit.
 
-    A lookup checks a unit's label, not its parent, so no two nodes may have the same base.
+    A lookup checks a unit's label, not its parent, so no two nodes may have the same base. Nor does it check its
+    index, so every base is followed by a whole block of 256 units.
     """
     units: list[int] = [0]
     used = {0}
@@ -142,7 +143,7 @@ def _double_array(values: Mapping[bytes, int]) -> list[int]:
         base = next(b for b in range(1, 1 << 21) if b not in bases and all(b ^ c not in used for c in slots))
         bases.add(base)
         used.update(base ^ c for c in slots)
-        units.extend([0] * (max(base ^ c for c in slots) + 1 - len(units)))
+        units.extend([0] * ((base | 255) + 1 - len(units)))
         offset = base ^ index
         assert offset < 1 << 21, "a larger trie needs scaled offsets"
         units[index] |= (offset << 10) | (int(leaf) << 8)
