@@ -23,12 +23,12 @@ from flax import nnx
 
 from videodiff import compile_cache, media, noise, report
 from videodiff.attention import AttentionSpec, make_attend
-from videodiff.denoiser import Denoiser, Operands, is_guided
+from videodiff.denoiser import Denoiser, Operands
 from videodiff.grid import VideoGeometry
 from videodiff.latents import SavedLatents
 from videodiff.memory import MemoryPlan, Workload, available_memory, check_memory
 from videodiff.models.transformer import Context
-from videodiff.request import GenerateRequest, ResolvedRequest, info_for_folder
+from videodiff.request import ResolvedRequest, info_for_folder, make_request
 from videodiff.resources import shipped_model
 from videodiff.result import Result
 from videodiff.sampling import loop
@@ -152,19 +152,19 @@ class Pipeline:
           Interrupted: Ctrl-C during denoising.
         """
         began = time.perf_counter()
-        embeds = self._given_embeds(prompt, prompt_embeds, negative_prompt_embeds)
-        if prompt_embeds is not None:
-            prompt = [f"(embedding {i})" for i in range(len(embeds[0]))]
-        request = GenerateRequest(prompt=prompt, **options).resolve(self.info)
-        job = self._plan(request, encode_text=prompt_embeds is None)
+        embeds = self._given_embeds(prompt_embeds, negative_prompt_embeds)
+        embedded = None if embeds[0] is None else len(embeds[0])
+        request = make_request(prompt=prompt, **options).resolve(self.info, embedded=embedded)
+        job = self._plan(request, encode_text=embedded is None)
         if output_path is not None:
             media.check_writable(output_path)
-        for note in job.program.notes:
+        log.info(request.summary())
+        for note in (*request.notes, *job.program.notes):
             log.info(note)
         times: dict[str, float] = {"plan_s": time.perf_counter() - began}
         context = self._context(job, embeds, times, progress)
         result = self._denoise(job, context, latents, output_path, resume, callback_on_step_end, times, progress)
-        metadata = request.metadata() | {"schedule_hash": job.program.digest, "version": report.environment()["videodiff"]}
+        metadata = request.metadata()
         final = np.asarray(result.latents)
         if not job.keep:
             self._transformer.free()
@@ -216,26 +216,24 @@ class Pipeline:
     # --- what a call consists of -------------------------------------------------------------------------------------
 
     @staticmethod
-    def _given_embeds(prompt: Any, embeds: Any, negative: Any) -> tuple[Any, Any]:
+    def _given_embeds(embeds: Any, negative: Any) -> tuple[Any, Any]:
         if embeds is None:
             if negative is not None:
                 raise ValueError("negative_prompt_embeds needs prompt_embeds; give both, or text for both")
             return None, None
-        if prompt is not None:
-            raise ValueError("give either prompt or prompt_embeds, not both")
         return jnp.asarray(embeds, jnp.float32), None if negative is None else jnp.asarray(negative, jnp.float32)
 
     def _solver(self, request: ResolvedRequest) -> tuple[Solver, str]:
         """The requested solver, or the one the folder's scheduler config names; the shift is applied once."""
         name = request.solver
-        spec = spec_from_config(self.folder.scheduler) if name in (None, "auto") else solver_spec(name)
+        spec = spec_from_config(self.folder.scheduler) if name is None else solver_spec(name)
         return make_solver(spec, request.num_inference_steps, request.flow_shift), name or spec.kind.value
 
     def _plan(self, request: ResolvedRequest, encode_text: bool) -> _Job:
         """Everything that can be known, and refused, before weights load."""
         geometry = request.geometry
         solver, solver_name = self._solver(request)
-        guided = is_guided(request.guidance_scale)
+        guided = request.guided
         program = compile_schedule(
             load_schedule(request.schedule),
             model=self.info.name,
@@ -342,7 +340,7 @@ class Pipeline:
         _, weights = nnx.split(self._transformer.module)
         operands = Operands(weights, context, jnp.asarray(job.request.guidance_scale, jnp.float32))
         shape = (job.batch, *job.geometry.latent_shape)
-        about = job.request.metadata() | {"schedule_hash": job.program.digest}
+        about = job.request.metadata()
         if resume is not None:
             state, made_with = loop.load_state(resume)
             different = sorted(k for k in about.keys() | made_with.keys() if about.get(k) != made_with.get(k))

@@ -1,0 +1,197 @@
+"""The pipeline's promises on a small random model: batches, seeds, latents, callbacks, interruption, bad weights."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.support.models import make_folder
+from videodiff import media
+from videodiff.latents import SavedLatents
+from videodiff.memory import LIMIT_ENV, NotEnoughMemory
+from videodiff.pipeline import Interrupted, Pipeline
+from videodiff.sampling.loop import NonFiniteError
+
+SIZE = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 3, "guidance_scale": 3.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_folder(tmp_path_factory.mktemp("models") / "small")
+
+
+@pytest.fixture(scope="module")
+def pipe(folder):
+    return Pipeline.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def one(pipe):
+    return pipe.generate("a red ball", seed=7, output_type="np", **SIZE)
+
+
+def test_shape_and_range(one):
+    assert one.frames.shape == (1, 5, 32, 48, 3)
+    assert one.frames.dtype == np.float32
+    assert one.frames.min() >= 0
+    assert one.frames.max() <= 1
+    assert one.frames.std() > 0.02
+
+
+def test_two_runs_are_bit_equal_and_nothing_recompiles(pipe, one):
+    again = pipe.generate("a red ball", seed=7, output_type="np", **SIZE)
+    np.testing.assert_array_equal(one.frames, again.frames)
+    assert again.report["sampling"]["compilations"] == 0
+
+
+def test_uint8_is_the_rounded_float(pipe, one):
+    frames = pipe.generate("a red ball", seed=7, **SIZE).frames
+    assert frames.dtype == np.uint8
+    np.testing.assert_array_equal(frames, media.to_uint8(one.frames))
+
+
+def test_another_seed_and_another_prompt_change_the_video(pipe, one):
+    for change in ({"prompt": "a red ball", "seed": 8}, {"prompt": "the cat jumps", "seed": 7}):
+        other = pipe.generate(change.pop("prompt"), output_type="np", **change, **SIZE)
+        assert np.abs(other.frames - one.frames).max() > 1e-3
+
+
+def test_batch_item_equals_the_prompt_alone(pipe, one):
+    batch = pipe.generate(["the cat jumps", "a red ball"], seed=7, output_type="np", **SIZE)
+    np.testing.assert_allclose(batch.frames[1], one.frames[0], atol=2e-4)
+    copies = pipe.generate("a red ball", seed=6, num_videos_per_prompt=2, output_type="np", **SIZE)
+    assert list(copies.seeds) == [6, 7]
+    np.testing.assert_allclose(copies.frames[1], one.frames[0], atol=2e-4)
+
+
+def test_embeddings_in_place_of_text(pipe, one):
+    from videodiff.text.encode import encode_prompts
+
+    text = encode_prompts(pipe._text.module, pipe.tokenizer, ["a red ball"])
+    given = pipe.generate(prompt_embeds=np.asarray(text.embeds), seed=7, output_type="np", **SIZE)
+    np.testing.assert_allclose(given.frames, one.frames, atol=1e-5)
+    with pytest.raises(ValueError, match="exclude each other"):
+        pipe.generate("a red ball", prompt_embeds=np.asarray(text.embeds), **SIZE)
+
+
+def test_latents_in_and_out(pipe):
+    noise = np.random.default_rng(0).normal(size=(1, 4, 2, 4, 6)).astype(np.float32)
+    out = pipe.generate("a red ball", latents=noise, output_type="latent", **SIZE)
+    assert out.frames.shape == noise.shape
+    with pytest.raises(ValueError, match="no frames"):
+        out.uint8_frames()
+    with pytest.raises(ValueError, match=r"latents must be \[batch, channels, frames, rows, columns\]"):
+        pipe.generate("a red ball", latents=noise[:, :, :1], **SIZE)
+
+
+def test_latents_are_saved_before_decoding_and_decode_alone(pipe, one, tmp_path):
+    out = tmp_path / "deep" / "ball.mp4"
+    result = pipe.generate("a red ball", seed=7, output_path=out, output_type="np", **SIZE)
+    assert result.latents_path == out.with_suffix(".latents.safetensors")
+    assert SavedLatents.load(result.latents_path).prompts == ("a red ball",)
+    again = pipe.decode(result.latents_path, output_type="np")
+    np.testing.assert_array_equal(again.frames, one.frames)
+
+
+def test_save_writes_video_and_report(pipe, one, tmp_path):
+    files = one.save(tmp_path / "x.mp4", contact_sheet=True, gif=True, frames_dir=tmp_path / "frames")
+    assert {f.name for f in files} == {"x.mp4", "x.gif", "frames", "x.png", "x.json"}
+    assert media.read_metadata(tmp_path / "x.mp4")["prompt"] == "a red ball"
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert report["seeds"] == [7]
+    assert len(report["steps"]) == 3
+    assert report["steps"][0]["layers"][0]["kernel"] == "dense"
+
+
+def test_sparse_run_reports_routes_and_its_dense_phase_is_dense(pipe, tmp_path):
+    file = tmp_path / "half.yaml"
+    file.write_text(
+        "name: half\nmodels:\n  small:\n    dense_steps: {share: 0.34}\n    sink: none\n    resolutions: {256p: {density: 0.9}}\n"
+    )
+    seen = {}
+
+    def keep(name):
+        def callback(p, step, timestep, kwargs):
+            seen[name, step] = kwargs["latents"]
+
+        return callback
+
+    size = SIZE | {"height": 128, "width": 128, "num_frames": 9}
+    dense = pipe.generate("a red ball", seed=7, output_type="np", callback_on_step_end=keep("dense"), **size)
+    sparse = pipe.generate(
+        "a red ball", seed=7, output_type="np", schedule=str(file), callback_on_step_end=keep("sparse"), **size
+    )
+    np.testing.assert_array_equal(seen["dense", 0], seen["sparse", 0])
+    assert np.abs(dense.frames - sparse.frames).max() > 0
+    steps = sparse.report["steps"]
+    assert steps[0]["layers"][0]["kernel"] == "dense"
+    assert steps[1]["layers"][0]["kernel"] == "svg"
+    assert set("".join(steps[1]["layers"][0]["routes"])) <= {"S", "T"}
+    assert sparse.report["attention"]["executed_density"]["0.9"] <= 0.9
+
+
+def test_callback_may_replace_latents(pipe, one):
+    def zero(p, step, timestep, kwargs):
+        return {"latents": np.zeros_like(kwargs["latents"])} if step == 2 else None
+
+    out = pipe.generate("a red ball", seed=7, output_type="latent", callback_on_step_end=zero, **SIZE)
+    assert not out.frames.any()
+
+
+def test_ctrl_c_can_be_resumed(pipe, one, tmp_path):
+    def stop(p, step, timestep, kwargs):
+        if step == 1:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "ball.mp4"
+    with pytest.raises(Interrupted, match="--resume") as error:
+        pipe.generate("a red ball", seed=7, output_path=out, callback_on_step_end=stop, output_type="np", **SIZE)
+    state = error.value.state_path
+    assert state.exists()
+    resumed = pipe.generate("a red ball", seed=7, resume=state, output_type="np", **SIZE)
+    np.testing.assert_array_equal(resumed.frames, one.frames)
+    with pytest.raises(ValueError, match="made by another request"):
+        pipe.generate("the cat jumps", seed=7, resume=state, **SIZE)
+
+
+def test_freed_weights_give_the_same_video(pipe, one):
+    pipe.free()
+    again = pipe.generate("a red ball", seed=7, output_type="np", **SIZE)
+    np.testing.assert_array_equal(again.frames, one.frames)
+
+
+def test_bad_numbers_in_the_model_name_the_step_and_write_nothing(folder, tmp_path):
+    pipe = Pipeline.from_pretrained(folder)
+    module = pipe._transformer.module
+    module.proj_out.bias[...] = module.proj_out.bias[...] * np.nan
+    with pytest.raises(NonFiniteError, match="step 1 of 3"):
+        pipe.generate("a red ball", seed=7, output_path=tmp_path / "x.mp4", **SIZE)
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_much_memory_is_refused_before_loading(folder, monkeypatch):
+    monkeypatch.setenv(LIMIT_ENV, "0.05")
+    pipe = Pipeline.from_pretrained(folder)
+    with pytest.raises(NotEnoughMemory, match="remedy"):
+        pipe.generate("a red ball", **SIZE)
+    assert not pipe._transformer.loaded
+
+
+def test_unwritable_output_is_refused_before_loading(folder, tmp_path):
+    (tmp_path / "file").write_text("")
+    pipe = Pipeline.from_pretrained(folder)
+    with pytest.raises(OSError, match="not a folder"):
+        pipe.generate("a red ball", output_path=tmp_path / "file" / "x.mp4", **SIZE)
+    assert not pipe._text.loaded
+
+
+def test_backend_and_schedule_must_agree(pipe):
+    with pytest.raises(ValueError, match="nothing to do under schedule dense"):
+        pipe.generate("a red ball", attention_backend="svg", **SIZE)
+    with pytest.raises(ValueError, match="attention_backend='dense'"):
+        pipe.generate("a red ball", attention_backend="dense", schedule="aggressive", **SIZE)
+
+
+def test_one_branch_without_guidance(pipe):
+    out = pipe.generate("a red ball", seed=7, output_type="np", **(SIZE | {"guidance_scale": 1.0}))
+    assert not out.report["steps"][0]["guided"]
