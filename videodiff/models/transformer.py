@@ -19,7 +19,15 @@ from jax import lax
 from videodiff.attention.api import Attend, HeadStats
 from videodiff.configs import TransformerConfig
 from videodiff.grid import TokenGrid
-from videodiff.models.layers import LayerNorm, Linear, RMSNorm, cross_attention, layer_norm, timestep_sinusoid
+from videodiff.models.layers import (
+    LayerNorm,
+    Linear,
+    RMSNorm,
+    cross_attention,
+    layer_norm,
+    take_layer,
+    timestep_sinusoid,
+)
 from videodiff.models.rope import rope_tables, rotate
 
 F32_MODULES = ("time_embedder", "scale_shift_table", "norm1", "norm2", "norm3")
@@ -260,7 +268,7 @@ class WanTransformer(nnx.Module):
 
         def layer(x: jax.Array, i: jax.Array) -> tuple[jax.Array, HeadStats]:
             # by index: scanning slices of the stack would copy it
-            params = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), stack)
+            params = jax.tree.map(lambda a: take_layer(a, i), stack)
             return nnx.merge(graph, params)(x, mod, context, attend, i, step)
 
         with jax.named_scope("block"):

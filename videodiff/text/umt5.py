@@ -17,6 +17,7 @@ from flax import nnx
 from jax import lax
 
 from videodiff.configs import TextEncoderConfig
+from videodiff.models.layers import take_layer
 
 Dtype = Any
 
@@ -160,18 +161,6 @@ class UMT5Encoder(nnx.Module):
 
             x, _ = lax.scan(layer, x, jnp.arange(self.config.num_layers))
             return self.final_norm(x)
-
-
-def take_layer(stack: jax.Array, i: jax.Array) -> jax.Array:
-    """Layer ``i`` of a stacked parameter, inside a scan.
-
-    XLA for CPU computes in float32 what it has no bfloat16 code for. It turns slice-then-cast into cast-then-slice and,
-    as the stack does not change, moves the cast of the whole stack out of the loop: 18 GiB for UMT5-XXL. The barrier
-    ties the stack to the loop index, so the cast stays inside and fuses with the slice.
-    """
-    if stack.dtype.itemsize < 4:
-        stack, i = lax.optimization_barrier((stack, i))
-    return lax.dynamic_index_in_dim(stack, i, keepdims=False)
 
 
 def position_buckets(length: int, config: TextEncoderConfig) -> np.ndarray:
