@@ -38,18 +38,23 @@ def make_folder(
     text = TextEncoderConfig(vocab_size=40, d_model=20, d_kv=8, d_ff=24, num_layers=2, num_heads=3)
     encoder = UMT5Encoder(text, rngs=nnx.Rngs(seed))
     save_component(
-        path / "text_encoder", randomised(encoder, seed, 0.05), keys_text.table(text), text.to_json(), base=TRANSFORMERS_BASE
+        path / "text_encoder",
+        randomised(encoder, seed, 0.05),
+        keys_text.table(text),
+        text.to_json(),
+        base=TRANSFORMERS_BASE,
     )
     dit = TransformerConfig(
         num_attention_heads=heads, attention_head_dim=head_dim, in_channels=z, out_channels=z, text_dim=20, freq_dim=32,
         ffn_dim=64, num_layers=layers, rope_max_seq_len=256,
     )  # fmt: skip
     model = WanTransformer(dit, rngs=nnx.Rngs(seed + 1))
-    save_component(
-        path / "transformer", randomised(model, seed + 1, 0.1), keys_transformer.table(dit), dit.to_json()
-    )
+    save_component(path / "transformer", randomised(model, seed + 1, 0.1), keys_transformer.table(dit), dit.to_json())
     rng = np.random.default_rng(seed)
-    own: dict[str, Any] = {"latents_mean": tuple(rng.normal(size=z).round(3)), "latents_std": tuple(rng.uniform(0.5, 2, z).round(3))}
+    own: dict[str, Any] = {
+        "latents_mean": tuple(rng.normal(size=z).round(3)),
+        "latents_std": tuple(rng.uniform(0.5, 2, z).round(3)),
+    }
     if residual:
         vae = VaeConfig(
             **own, base_dim=8, z_dim=z, dim_mult=(1, 2, 2), num_res_blocks=1, temperal_downsample=(True, True), is_residual=True,
