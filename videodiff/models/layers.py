@@ -2,6 +2,7 @@
 
 Owns: their arithmetic and parameter names, and reading one layer of a stack. Does not own: self-attention (injected),
 the order of a block. Invariant: norms and their statistics are float32 whatever the dtype of the model.
+"""
 
 from __future__ import annotations
 
