@@ -333,3 +333,21 @@ def test_solver_names_agree_with_the_solvers():
     from videodiff.sampling.solvers import solver_names
 
     assert set(SOLVERS) == {"auto", *solver_names()}
+
+
+def test_a_schedule_may_bring_its_shift(tmp_path):
+    """flow_shift: argument > config file or schedule > the model's default."""
+    file = tmp_path / "mine.yaml"
+    file.write_text(
+        "name: mine\nmodels:\n  tiny:\n    sink: none\n    flow_shift: 7\n"
+        "    resolutions: {256p: {density: 0.5}, 720p: {density: 0.4, flow_shift: 9}}\n"
+    )
+    for options, shift, source in (
+        ({}, 7.0, "schedule mine"),
+        ({"res": "720p"}, 9.0, "schedule mine"),
+        ({"flow_shift": 3}, 3.0, "argument"),
+        ({"flow_shift": 3, "sources": {"flow_shift": "config file a.yaml"}}, 3.0, "config file a.yaml"),
+    ):
+        r = resolve(TINY, schedule=str(file), **options)
+        assert (r.flow_shift, r.flow_shift_source) == (shift, source)
+    assert resolve(TINY, schedule="aggressive").flow_shift_source == "default of tiny"

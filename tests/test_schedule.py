@@ -52,7 +52,9 @@ def test_shipped_limits(name, model):
 def test_schedules_are_ordered():
     for model in LAYERS:
         for resolution in ("480p", "720p", "1080p", "1440p"):
-            d = [load_schedule(n).entries[model][resolution].density for n in ("aggressive", "moderate", "conservative")]
+            d = [
+                load_schedule(n).entries[model][resolution].density for n in ("aggressive", "moderate", "conservative")
+            ]
             assert d == sorted(d)
 
 
@@ -91,10 +93,16 @@ def test_a_schedule_for_another_model_warns():
 @settings(max_examples=80, deadline=None)
 def test_every_layer_of_every_step_is_planned(steps, layers, dense_layers, share, density, by_sigma):
     key = "sigma" if by_sigma else "share"
-    body = {"dense_steps": {key: share}, "dense_layers": min(dense_layers, layers), "resolutions": {"480p": {"density": density}}}
+    body = {
+        "dense_steps": {key: share},
+        "dense_layers": min(dense_layers, layers),
+        "resolutions": {"480p": {"density": density}},
+    }
     schedule = parse_schedule({"name": "x", "models": {"m": body}}, SIZES, "x.yaml")
     sigmas = np.linspace(1, 0, steps + 1)
-    program = compile_schedule(schedule, model="m", height=480, width=832, sigmas=sigmas, num_layers=layers, guided=True)
+    program = compile_schedule(
+        schedule, model="m", height=480, width=832, sigmas=sigmas, num_layers=layers, guided=True
+    )
     assert len(program.plans) == steps
     assert all(p.layers == layers for p in program.plans)
     assert sum(p.stop - p.start for p in program.phases) == steps
@@ -123,6 +131,8 @@ GOOD = {"name": "x", "models": {"tiny": {"sink": "none", "resolutions": {"256p":
         ("dense_layers: 0.03\n    resolutions: {256p: {density: 0.5}}", "dense_layers=0.03 must be a whole number"),
         ("routing: {rows: 64}\n    resolutions: {256p: {density: 0.5}}", "unknown key 'rows'; did you mean 'probe_rows'"),
         ("density: 0.5", "resolutions are missing"),
+        ("flow_shift: 0\n    resolutions: {256p: {density: 0.5}}", "flow_shift=0 must be a positive number"),
+        ("sink: 3\n    resolutions: {256p: {density: 0.5}}", "sink=3 is unknown"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named(tmp_path, change, words):
@@ -154,6 +164,39 @@ def test_own_file_and_digest(tmp_path):
     changed = {"name": "x", "models": {"tiny": {"sink": "none", "resolutions": {"256p": {"density": 0.6}}}}}
     file.write_text(yaml.safe_dump(changed))
     assert load_schedule(str(file)).digest != one.digest
+
+
+def test_few_steps_lose_the_warm_up_and_say_so():
+    notes = compiled("aggressive", "tiny", "720p", 3).notes
+    assert any("0.25 of 3 steps is less than one step" in n and "use at least 4 steps" in n for n in notes)
+    assert not any("less than one step" in n for n in compiled("aggressive", "tiny", "720p", 4).notes)
+
+
+def test_sigma_threshold_counts_steps_at_or_above_it():
+    """A flow shift g makes the first g x / (1 + (g - 1) x) of unshifted steps those with t > 1000 (1 - x)."""
+    body = {"dense_steps": {"sigma": 0.9}, "resolutions": {"480p": {"density": 0.5}}}
+    schedule = parse_schedule({"name": "x", "models": {"m": body}}, SIZES, "x.yaml")
+    for shift in (1.0, 5.0):
+        even = np.linspace(1, 0, 101)
+        sigmas = shift * even / (1 + (shift - 1) * even)
+        program = compile_schedule(schedule, model="m", height=480, width=832, sigmas=sigmas, num_layers=4, guided=True)
+        count = sum(p.densities == (1.0,) * 4 for p in program.plans)
+        assert count == pytest.approx(100 * shift * 0.1 / (1 + (shift - 1) * 0.1), abs=1.01)
+        assert (sigmas[:count] >= 0.9 - 1e-12).all()
+        assert (sigmas[count:] < 0.9).all()
+
+
+def test_pick_agrees_with_the_program():
+    schedule = load_schedule("moderate")
+    for model in LAYERS:
+        for height, width in ((480, 832), (1000, 1000), (64, 64), (2160, 3840)):
+            resolution, sparsity, _ = schedule.pick(model, height, width)
+            program = compile_schedule(
+                schedule, model=model, height=height, width=width, sigmas=[1, 0.5, 0], num_layers=40, guided=True
+            )
+            assert (program.resolution, program.sparsity) == (resolution, sparsity)
+            distance = {r: abs(np.log(SIZES[r][0] * SIZES[r][1] / (height * width))) for r in schedule.entries[model]}
+            assert distance[resolution] == min(distance.values())
 
 
 def test_too_many_dense_layers():

@@ -372,7 +372,9 @@ def prepare_describe(args: argparse.Namespace) -> Job:
     """`videodiff describe`."""
     values, sources = gather(args)
     _, info = choose_model(values.get("model"), values.get("model_path"), weights=False)
-    request = GenerateRequest(**{"seed": 0, **{k: v for k, v in values.items() if k in DESCRIBED}}, sources=sources)
+    request = GenerateRequest(
+        prompt="any", seed=0, **{k: v for k, v in values.items() if k in DESCRIBED}, sources=sources
+    )
     resolved = request.resolve(info)
 
     def job() -> None:

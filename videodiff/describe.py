@@ -17,7 +17,7 @@ from videodiff.configs import TransformerConfig
 from videodiff.grid import TokenGrid, TokenOrder
 from videodiff.known import ModelInfo
 from videodiff.request import ResolvedRequest
-from videodiff.sampling.solvers import make_solver
+from videodiff.sampling.solvers import make_solver, solver_spec, spec_from_config
 from videodiff.schedule import DENSE, Phase, Schedule, ScheduleProgram, Segment, compile_schedule
 
 TEXT_TOKENS = 512  # an upper bound: the engine folds the padding of shorter prompts into one row
@@ -351,8 +351,13 @@ def describe_run(info: ModelInfo, request: ResolvedRequest, schedule: Schedule) 
     """
     geometry, config = request.geometry, info.transformer
     grid = geometry.token_grid
-    name = request.solver or info.solver
-    solver = make_solver(name, request.num_inference_steps, request.flow_shift)
+    if request.solver is None and info.scheduler:
+        spec = spec_from_config(info.scheduler)
+        name = spec.kind.value
+    else:
+        name = request.solver or info.solver
+        spec = solver_spec(name)
+    solver = make_solver(spec, request.num_inference_steps, request.flow_shift)
     program = compile_schedule(
         schedule,
         model=info.name,

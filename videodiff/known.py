@@ -42,6 +42,7 @@ class ModelInfo:
       repository: where its weights are published, "" when they ship or are unknown.
       note: what the user should know about how these were found.
       flow_shift_source: who says flow_shift.
+      scheduler: fields of a folder's scheduler_config.json, {} without a folder.
     """
 
     name: str
@@ -62,6 +63,7 @@ class ModelInfo:
     repository: str = ""
     note: str = ""
     flow_shift_source: str = ""
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def layout(self) -> LatentLayout:
@@ -152,11 +154,11 @@ def info_for_shapes(
       spatial_factor, temporal_factor: of its VAE.
       scheduler: fields of its scheduler_config.json; an unknown model takes its shift from there.
     """
+    fields = dict(scheduler or {})
     for known in map(model_info, known_models()):
         same = all(getattr(known.transformer, s) == getattr(transformer, s) for s in _SHAPES)
         if same and (known.spatial_factor, known.temporal_factor) == (spatial_factor, temporal_factor):
-            return dataclasses.replace(known, transformer=transformer)
-    fields = scheduler or {}
+            return dataclasses.replace(known, transformer=transformer, scheduler=fields)
     shift, source = 5.0, "general Wan default"
     for key in ("flow_shift", "shift"):
         if isinstance(fields.get(key), int | float):
@@ -171,6 +173,7 @@ def info_for_shapes(
         flow_shift=shift,
         flow_shift_up_to={},
         flow_shift_source=source,
+        scheduler=fields,
         transformer=transformer,
         spatial_factor=spatial_factor,
         temporal_factor=temporal_factor,

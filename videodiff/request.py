@@ -283,6 +283,8 @@ class GenerateRequest:
             )
         if self.flow_shift is not None:
             shift, source = float(self.flow_shift), self.sources.get("flow_shift", "argument")
+        elif (own := schedule.pick(info.name, geometry.height, geometry.width)[1].flow_shift) is not None:
+            shift, source = float(own), f"schedule {schedule.name}"
         else:
             shift = float(info.default_flow_shift(geometry.height, geometry.width))
             source = info.flow_shift_source or f"default of {info.name}"

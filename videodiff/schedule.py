@@ -90,6 +90,7 @@ class Sparsity:
       sink: which keys every query keeps: prefix, none, first_frame.
       probe_rows: query rows drawn for routing.
       routing_seed: of those rows.
+      flow_shift: that the numbers were found with, used unless a run names its own; None leaves the model's default.
     """
 
     density: float = DENSE
@@ -99,6 +100,7 @@ class Sparsity:
     sink: str = "prefix"
     probe_rows: int = 64
     routing_seed: int = 0
+    flow_shift: float | None = None
 
     def __post_init__(self) -> None:
         def real(value: Any) -> bool:
@@ -121,7 +123,9 @@ class Sparsity:
             if not isinstance(value, int) or isinstance(value, bool) or value < low:
                 raise ValueError(f"{name}={value!r} must be a whole number, at least {low}")
         if self.sink not in SINKS:
-            raise ValueError(f"sink={self.sink!r} is unknown; {closest(self.sink, SINKS)}")
+            raise ValueError(f"sink={self.sink!r} is unknown; {closest(str(self.sink), SINKS)}")
+        if self.flow_shift is not None and (not real(self.flow_shift) or not 0 < self.flow_shift < math.inf):
+            raise ValueError(f"flow_shift={self.flow_shift!r} must be a positive number")
 
     def dense_step_count(self, sigmas: Sequence[float]) -> int:
         """How many steps run dense; sigmas [n + 1]."""
@@ -148,6 +152,33 @@ class Schedule:
     sizes: Mapping[str, tuple[int, int]]
     digest: str
     source: str = ""
+
+    def pick(self, model: str, height: int, width: int) -> tuple[str, Sparsity, tuple[str, ...]]:
+        """What applies to a model at a size in pixels.
+
+        Returns:
+          the listed resolution ("any" where none are listed), its sparsity, and what the user should know about the choice.
+        """
+        notes: list[str] = []
+        entry = self.entries.get(model) or self.entries.get("*")
+        if entry is None:
+            other = next(iter(self.entries))
+            entry = self.entries[other]
+            notes.append(
+                f"schedule {self.name} was made for {', '.join(self.entries)} and not for {model}; it takes the numbers of "
+                f"{other}: check the quality against --schedule dense"
+            )
+        if "any" in entry:
+            return "any", entry["any"], tuple(notes)
+        # At equal frames tokens go as the area.
+        area_px = height * width
+        nearest = min(entry, key=lambda r: abs(math.log(self.sizes[r][0] * self.sizes[r][1] / area_px)))
+        if self.sizes[nearest] not in ((height, width), (width, height)):
+            notes.append(
+                f"schedule {self.name} lists {', '.join(entry)}; {width}x{height} takes the numbers of {nearest}, "
+                f"the nearest by token count"
+            )
+        return nearest, entry[nearest], tuple(notes)
 
 
 @dataclass(frozen=True)
@@ -196,7 +227,7 @@ def shipped_schedules() -> tuple[str, ...]:
 
 
 _TOP = ("name", "describe", "models")
-_MODEL = ("dense_steps", "dense_layers", "sink", "routing", "resolutions", "density")
+_SETTINGS = ("density", "dense_steps", "dense_layers", "sink", "routing", "flow_shift")
 _ROUTING = ("probe_rows", "seed")
 _STEPS = ("share", "sigma")
 
@@ -218,7 +249,7 @@ def _sparsity(data: Mapping[str, Any], where: str) -> Sparsity:
     if "dense_steps" in data:
         steps = _keys(data["dense_steps"], _STEPS, f"{where}: dense_steps")
         fields |= {"dense_steps": steps.get("share"), "dense_above_sigma": steps.get("sigma")}
-    for key in ("dense_layers", "sink"):
+    for key in ("dense_layers", "sink", "flow_shift"):
         if key in data:
             fields[key] = data[key]
     routing = _keys(data.get("routing", {}), _ROUTING, f"{where}: routing")
@@ -249,7 +280,7 @@ def parse_schedule(data: Any, sizes: Mapping[str, tuple[int, int]], where: str) 
     entries: dict[str, dict[str, Sparsity]] = {}
     for model, body in top["models"].items():
         at = f"{where}: models: {model}"
-        body = _keys(body, _MODEL, at)
+        body = _keys(body, (*_SETTINGS, "resolutions"), at)
         common = {k: v for k, v in body.items() if k != "resolutions"}
         listed = body.get("resolutions")
         if listed is None:
@@ -264,7 +295,7 @@ def parse_schedule(data: Any, sizes: Mapping[str, tuple[int, int]], where: str) 
             if resolution not in sizes:
                 raise ValueError(f"{at}: unknown resolution {resolution!r}; {closest(str(resolution), sizes)}")
             here = f"{at}: {resolution}"
-            per[str(resolution)] = _sparsity({**common, **_keys(settings, _MODEL[:-2] + ("density",), here)}, here)
+            per[str(resolution)] = _sparsity({**common, **_keys(settings, _SETTINGS, here)}, here)
         entries[str(model)] = per
     digest = hashlib.sha256(json.dumps(data, sort_keys=True, default=str).encode()).hexdigest()[:12]
     return Schedule(str(top["name"]), entries, dict(sizes), digest, where)
@@ -303,14 +334,9 @@ def load_schedule(which: str) -> Schedule:
             )
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path.name} is not valid YAML: {error}") from None
     return parse_schedule(data, resolution_sizes(), path.name)
-
-
-def _nearest(listed: Mapping[str, Sparsity], sizes: Mapping[str, tuple[int, int]], area_px: int) -> str:
-    """The listed resolution closest in tokens; at equal frames tokens go as the area."""
-    return min(listed, key=lambda r: abs(math.log(sizes[r][0] * sizes[r][1] / area_px)))
 
 
 def compile_schedule(
@@ -327,27 +353,10 @@ def compile_schedule(
       guided: whether the unconditional branch runs.
 
     Raises:
-      ValueError: more dense layers than the model has, or a model that the schedule has no numbers for at all.
+      ValueError: more dense layers than the model has.
     """
-    notes: list[str] = []
-    entry = schedule.entries.get(model) or schedule.entries.get("*")
-    if entry is None:
-        other = next(iter(schedule.entries))
-        entry = schedule.entries[other]
-        notes.append(
-            f"schedule {schedule.name} was made for {', '.join(schedule.entries)} and not for {model}; it takes the numbers of {other}: "
-            f"check the quality against --schedule dense"
-        )
-    if "any" in entry:
-        resolution, sparsity = "any", entry["any"]
-    else:
-        resolution = _nearest(entry, schedule.sizes, height * width)
-        sparsity = entry[resolution]
-        if schedule.sizes[resolution] not in ((height, width), (width, height)):
-            notes.append(
-                f"schedule {schedule.name} lists {', '.join(entry)}; {width}x{height} takes the numbers of {resolution}, "
-                f"the nearest by token count"
-            )
+    resolution, sparsity, chosen = schedule.pick(model, height, width)
+    notes = list(chosen)
     if sparsity.dense_layers > num_layers:
         raise ValueError(f"dense_layers={sparsity.dense_layers} is more than the model's {num_layers} layers")
     steps = len(sigmas) - 1
@@ -362,5 +371,10 @@ def compile_schedule(
             f"{count} of {steps} steps dense, {sparsity.dense_layers} of {num_layers} layers dense in the others, "
             f"density {sparsity.density:g}, sink {sparsity.sink}"
         )
+        if sparsity.dense_steps and not count:
+            notes.append(
+                f"dense_steps share {sparsity.dense_steps:g} of {steps} steps is less than one step, so none runs dense and the "
+                f"quality suffers; use at least {math.ceil(1 / sparsity.dense_steps)} steps"
+            )
     plans = (dense,) * count + (mixed,) * (steps - count)
     return ScheduleProgram(schedule.name, schedule.digest, resolution, sparsity, plans, tuple(notes))
