@@ -29,7 +29,11 @@ PLACE_WORDS = {
 }
 # motion -> (verb phrase for one, for two)
 MOTION_WORDS = {
-    "left": (("moves left", "moving left"), ("slides to the left", "sliding to the left"), ("drifts left", "drifting left")),
+    "left": (
+        ("moves left", "moving left"),
+        ("slides to the left", "sliding to the left"),
+        ("drifts left", "drifting left"),
+    ),
     "right": (
         ("moves right", "moving right"),
         ("slides to the right", "sliding to the right"),

@@ -79,7 +79,7 @@ def scale_by_muon(momentum: float = 0.95, steps: int = 5) -> optax.GradientTrans
 
 
 def labels(params: dict[str, jax.Array]) -> dict[str, str]:
-    """"muon" or "adam" for every parameter of a flat dict."""
+    """ "muon" or "adam" for every parameter of a flat dict."""
     return {p: "muon" if is_matrix(p, x) else "adam" for p, x in params.items()}
 
 

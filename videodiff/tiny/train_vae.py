@@ -103,7 +103,12 @@ def loss(model: WanVAE, video: jax.Array, key: jax.Array) -> tuple[jax.Array, di
     kl = jnp.mean(0.5 * (mean**2 + jnp.exp(logvar) - 1 - logvar))
     mse = jnp.mean(jnp.clip(out, -1, 1).__sub__(video) ** 2)
     total = jnp.mean(jnp.abs(e)) + 0.5 * edges + jnp.mean(e**2) + KL_WEIGHT * kl
-    return total, {"psnr": -10 * jnp.log10(mse / 4), "kl": kl, "noise": jnp.mean(jnp.exp(0.5 * logvar)), "std": mean.std()}
+    return total, {
+        "psnr": -10 * jnp.log10(mse / 4),
+        "kl": kl,
+        "noise": jnp.mean(jnp.exp(0.5 * logvar)),
+        "std": mean.std(),
+    }
 
 
 def learning_rate(progress: float, peak: float, warm: float = 0.02, floor: float = 0.03) -> float:
