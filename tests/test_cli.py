@@ -408,12 +408,15 @@ def test_failed_write_keeps_latents(capsys, pipe, monkeypatch):
     assert Path("kept.latents.safetensors").exists()
 
 
-def test_ctrl_c_names_the_state(capsys, pipe):
+def test_ctrl_c_names_the_state(capsys, pipe, monkeypatch):
     stop = KeyboardInterrupt()
     stop.state_path = Path("x y.state.safetensors")  # type: ignore[attr-defined]
     pipe.error = stop
     said = fails(capsys, "generate", "a", code=130)
-    assert "go on with: videodiff generate --resume 'x y.state.safetensors'" in said
+    assert said.endswith("go on with: videodiff generate --resume 'x y.state.safetensors'\n")
+    monkeypatch.setattr(cli, "choose_model", lambda *_, **__: ("my folder", model_info("tiny")))
+    said = fails(capsys, "generate", "a", code=130)
+    assert said.endswith("--resume 'x y.state.safetensors' --model_path 'my folder'\n")
 
 
 def test_resume_takes_the_options_of_the_state(capsys, pipe):
@@ -482,3 +485,48 @@ def test_progress_bar_on_a_terminal(capsys):
 def test_requests_are_frozen():
     with pytest.raises(AttributeError):
         GenerateRequest().seed = 3  # type: ignore[misc]
+
+
+# --- plan --------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_shows_stages_and_fits(monkeypatch, capsys):
+    monkeypatch.setenv("VIDEODIFF_MEMORY_LIMIT_GIB", "24")
+    assert cli.main(["plan", "--model", "wan2.1-t2v-1.3b"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "text encoder",
+        "denoiser",
+        "decoder",
+        "planned peak",
+        "available 24.00 GiB",
+        "it fits",
+        "832x480, 81 frames",
+    ):
+        assert part in out
+    assert cli.main(["plan", "--model", "wan2.1-t2v-1.3b", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["available_bytes"] == 24 * 2**30
+    assert data["stages_bytes"]["text encoder"]["weights"] / 2**30 == pytest.approx(
+        10.58, abs=0.02
+    )  # 5.68 B parameters, bfloat16
+    assert data["peak_bytes"] < 14 * 2**30
+
+
+def test_plan_refuses_with_remedies(monkeypatch, capsys):
+    monkeypatch.setenv("VIDEODIFF_MEMORY_LIMIT_GIB", "13")
+    error = fails(capsys, "plan", "--model", "wan2.1-t2v-1.3b", "--res", "720p", code=1)
+    assert re.search(r"needs [\d.]+ GiB of memory and 13.00 GiB are available", error)
+    assert "remedy: any of these makes it fit: " in error
+    assert "height=" in error
+
+
+@pytest.mark.parametrize("words", [["--num_videos_per_prompt", "2"], ["--num_frames", "161"], ["--res", "720p"]])
+def test_plan_grows_with_the_job(monkeypatch, capsys, words):
+    monkeypatch.setenv("VIDEODIFF_MEMORY_LIMIT_GIB", "200")
+    peaks = []
+    for more in ([], words):
+        assert cli.main(["plan", "--model", "wan2.1-t2v-1.3b", "--json", *more]) == 0
+        stages = json.loads(capsys.readouterr().out)["stages_bytes"]
+        peaks.append((stages["denoiser"]["working"], stages["decoder"]["working"]))
+    assert all(more > less for less, more in zip(*peaks))

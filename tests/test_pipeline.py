@@ -186,7 +186,7 @@ def test_unwritable_output_is_refused_before_loading(folder, tmp_path):
 
 
 def test_backend_and_schedule_must_agree(pipe):
-    with pytest.raises(ValueError, match="nothing to do under schedule dense"):
+    with pytest.raises(ValueError, match="has nothing to do under schedule"):
         pipe.generate("a red ball", attention_backend="svg", **SIZE)
     with pytest.raises(ValueError, match="attention_backend='dense'"):
         pipe.generate("a red ball", attention_backend="dense", schedule="aggressive", **SIZE)

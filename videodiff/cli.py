@@ -1,4 +1,4 @@
-"""Flags -> a request -> files: `videodiff generate | describe | decode | rerun | models`.
+"""Flags -> a request -> files: `videodiff generate | describe | plan | decode | rerun | models`.
 
 Owns: the choice of the model's folder, names of output files, progress on the terminal, exit codes (0 done, 1 failed, 2 the command
 is wrong, 130 stopped by Ctrl-C). Does not own: flags (`flags`), checks of a request (`request`), what a run does (`pipeline`).
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from videodiff.errors import closest
-from videodiff.flags import DESCRIBED, OPTIONS, OUTPUT, VERBS, UsageError, gather, parse
+from videodiff.flags import DESCRIBED, OPTIONS, OUTPUT, PLANNED, VERBS, UsageError, gather, parse
 from videodiff.known import SHIPPED, ModelInfo, info_for_folder, known_models, model_info, read_folder_info
 from videodiff.request import GenerateRequest, ResolvedRequest, request_from_metadata
 from videodiff.version import __version__
@@ -155,7 +155,12 @@ def check_outputs(path: Path, values: Mapping[str, Any]) -> None:
         media.ffmpeg_path()
 
 
-def _save(result: Any, path: Path, values: Mapping[str, Any], quiet: bool) -> None:
+def _same_model(folder: str | None) -> str:
+    """The flag that makes a suggested command use the same folder."""
+    return f" --model_path {shlex.quote(folder)}" if folder else ""
+
+
+def _save(result: Any, path: Path, folder: str | None, values: Mapping[str, Any], quiet: bool) -> None:
     """Write the files of a result and tell about them."""
     start = time.perf_counter()
     try:
@@ -168,7 +173,9 @@ def _save(result: Any, path: Path, values: Mapping[str, Any], quiet: bool) -> No
         )
     except OSError as error:
         kept = result.latents_path
-        remedy = f"; the latents are kept: videodiff decode {shlex.quote(str(kept))}" if kept else ""
+        remedy = (
+            f"; the latents are kept: videodiff decode {shlex.quote(str(kept))}{_same_model(folder)}" if kept else ""
+        )
         raise OSError(f"{error}{remedy}") from error
     seconds = time.perf_counter() - start
     if not values.get("keep_latents", True) and result.latents_path is not None:
@@ -224,7 +231,7 @@ def run_request(
         progress=_progress(quiet),
         **options,
     )
-    _save(result, path, values, quiet)
+    _save(result, path, folder, values, quiet)
 
 
 def _progress(quiet: bool) -> Progress | None:
@@ -257,7 +264,14 @@ def _announced(
 ) -> Job:
     def job() -> None:
         check_outputs(path, values)
-        run_request(request, resolved, folder, path, values, quiet)
+        try:
+            run_request(request, resolved, folder, path, values, quiet)
+        except KeyboardInterrupt as stop:
+            state = getattr(stop, "state_path", None)
+            if state is None:
+                raise
+            command = f"videodiff generate --resume {shlex.quote(str(state))}{_same_model(folder)}"
+            raise KeyboardInterrupt(f"; go on with: {command}") from stop
 
     _check_kind(path, values)
     return job
@@ -363,7 +377,7 @@ def prepare_decode(args: argparse.Namespace) -> Job:
 
         dtype = values.get("dtype", "auto")
         pipe = Pipeline.from_pretrained(folder, dtype=None if dtype == "auto" else dtype)
-        _save(pipe.decode(args.file, progress=_progress(quiet)), path, values, quiet)
+        _save(pipe.decode(args.file, progress=_progress(quiet)), path, folder, values, quiet)
 
     return job
 
@@ -385,6 +399,75 @@ def prepare_describe(args: argparse.Namespace) -> Job:
         print(json.dumps(description.json(), indent=1) if getattr(args, "json", False) else description.text())
 
     return job
+
+
+def prepare_plan(args: argparse.Namespace) -> Job:
+    """`videodiff plan`."""
+    values, sources = gather(args)
+    folder, info = choose_model(values.get("model"), values.get("model_path"), weights=False)
+    request = GenerateRequest(
+        prompt="any", seed=0, **{k: v for k, v in values.items() if k in PLANNED}, sources=sources
+    )
+    resolved = request.resolve(info)
+
+    def job() -> None:
+        from videodiff.memory import available_memory, check_memory, gib
+
+        workload = _workload(folder, info, resolved)
+        available = available_memory()
+        plan = check_memory(workload, available)
+        if getattr(args, "json", False):
+            stages = {s.name: {"weights": s.weights, "working": s.working} for s in plan.stages}
+            data = {"stages_bytes": stages, "runtime_bytes": plan.runtime, "peak_bytes": plan.peak}
+            print(
+                json.dumps(
+                    {**data, "resident_peak_bytes": plan.resident_peak, "available_bytes": available.nbytes}, indent=1
+                )
+            )
+            return
+        g = resolved.geometry
+        print(
+            f"{resolved.model}: {resolved.videos} x {g.width}x{g.height}, {g.num_frames} frames, "
+            f"{'guided' if resolved.guided else 'not guided'}, dtype {workload.dtype}"
+        )
+        print(plan)
+        print(f"available {gib(available.nbytes)} ({available.source}): it fits")
+
+    return job
+
+
+def _workload(folder: str | None, info: ModelInfo, resolved: ResolvedRequest) -> Any:
+    """What the memory plan is made for; a known model without a folder has the published VAE and text encoder."""
+    import jax
+    import numpy as np
+
+    from videodiff.configs import TextEncoderConfig, VaeConfig
+    from videodiff.memory import Workload, text_parameters
+    from videodiff.resources import shipped_model
+    from videodiff.stages import LARGE_TEXT_ENCODER_BYTES
+
+    if folder is not None or info.shipped:
+        from videodiff.weights.folder import open_folder
+
+        model = open_folder(folder or shipped_model())
+        vae, text = model.vae, model.text_encoder
+    else:
+        vae, text = VaeConfig(latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16), TextEncoderConfig()
+    platform = jax.default_backend()
+    name = {"auto": "float32" if platform == "cpu" else "bfloat16"}.get(resolved.dtype, resolved.dtype)
+    half = np.dtype(jax.numpy.bfloat16)
+    large = 4 * text_parameters(text) > LARGE_TEXT_ENCODER_BYTES
+    return Workload(
+        transformer=info.transformer,
+        vae=vae,
+        text_encoder=text,
+        geometry=resolved.geometry,
+        batch=resolved.videos,
+        guided=resolved.guided,
+        dtype=np.dtype(np.float32) if name == "float32" else half,
+        text_dtype=half if large else np.dtype(np.float32),
+        platform=platform,
+    )
 
 
 def prepare_models(args: argparse.Namespace) -> Job:
@@ -418,6 +501,7 @@ def prepare_models(args: argparse.Namespace) -> Job:
 _PREPARE: Mapping[str, Callable[[argparse.Namespace], Job]] = {
     "generate": prepare_generate,
     "describe": prepare_describe,
+    "plan": prepare_plan,
     "decode": prepare_decode,
     "rerun": prepare_rerun,
     "models": prepare_models,
@@ -485,9 +569,7 @@ def _run(verb: str, words: Sequence[str]) -> int:
     try:
         job()
     except KeyboardInterrupt as error:
-        state = getattr(error, "state_path", None)
-        remedy = f"; go on with: videodiff generate --resume {shlex.quote(str(state))}" if state else ""
-        print(f"\nvideodiff {verb}: interrupted{remedy}", file=sys.stderr, flush=True)
+        print(f"\nvideodiff {verb}: interrupted{error}", file=sys.stderr, flush=True)
         return 130
     except BrokenPipeError:  # the reader of our output left
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -117,9 +117,13 @@ DESCRIBED = (
     "model", "model_path", "res", "size", "height", "width", "num_frames", "num_inference_steps", "guidance_scale", "flow_shift",
     "solver", "schedule", "attention_backend",
 )  # fmt: skip
+PLANNED = (
+    "model", "model_path", "res", "size", "height", "width", "num_frames", "guidance_scale", "num_videos_per_prompt", "dtype",
+)  # fmt: skip
 VERBS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "generate": ("make videos from prompts", tuple(OPTIONS)),
     "describe": ("show steps, phases, densities and savings of a run, without weights", DESCRIBED),
+    "plan": ("show the memory that a run needs, stage by stage, and whether this machine has it", PLANNED),
     "decode": ("finish a run whose latents were saved", ("model_path", "dtype", *OUTPUT)),
     "rerun": ("repeat the run that made a file", ("model_path", "dtype", "keep_latents", *OUTPUT)),
     "models": ("list the known models and their defaults", ()),
@@ -171,9 +175,9 @@ def make_parser(verb: str) -> argparse.ArgumentParser:
         else:
             group.add_argument(*flags, dest=name, type=o.kind, metavar=o.metavar, help=o.help)
     other = parser.add_argument_group("other")
-    if verb in ("generate", "describe"):
+    if verb in ("generate", "describe", "plan"):
         other.add_argument("--config", metavar="FILE", help="a .yaml with any of these options; flags override it")
-    if verb in ("describe", "models"):
+    if verb in ("describe", "plan", "models"):
         other.add_argument("--json", action="store_true", help="print JSON")
     else:
         other.add_argument("--quiet", action="store_true", help="print the written files and errors alone")

@@ -1,7 +1,7 @@
 """What a generation returns: frames, how to save them, and the run report.
 
-Owns: the result object, the file names beside a video, the JSON report on disk. Does not own: encoding (`media`), what goes into the
-report (`pipeline`). Invariant: `save` writes every file whole or not at all, and never changes the frames.
+Owns: the result object, the file names beside a video, the JSON report on disk. Does not own: encoding (`media`), what goes
+into the report (`pipeline`). Invariant: `save` writes every file whole or not at all, and never changes the frames.
 """
 
 from __future__ import annotations

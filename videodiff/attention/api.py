@@ -19,6 +19,8 @@ ROUTE_DENSE = -1
 ROUTE_SPATIAL = 0
 ROUTE_TEMPORAL = 1
 
+SINKS = ("prefix", "none", "first_frame")
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -61,10 +63,14 @@ class AttentionSpec:
     Args:
       grid: the token grid; N = grid.tokens.
       density: requested kept share of pairs, sink included, in (0, 1]; 1 is dense.
-      sink: "prefix", "none" or "first_frame" (svg.md; parsed to the Sink enum by the tile compiler).
-      probe_rows: query rows drawn for routing.
-      seed: seed of the routing rows.
+      sink: keys every query keeps: "prefix" (the first P of the head's own order), "none" or "first_frame"; a backend
+        makes it the Sink of `tiles`.
+      probe_rows: query rows drawn for routing, at least 1.
+      seed: of the routing rows.
       head_dim: D.
+
+    Raises:
+      ValueError: a field outside its range.
     """
 
     grid: TokenGrid
@@ -73,6 +79,14 @@ class AttentionSpec:
     probe_rows: int = 64
     seed: int = 0
     head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density={self.density!r} must be in (0, 1]: the kept share of pairs (1 is dense)")
+        if self.sink not in SINKS:
+            raise ValueError(f"sink={self.sink!r} is unknown; {closest(self.sink, SINKS)}")
+        if self.probe_rows < 1:
+            raise ValueError(f"probe_rows={self.probe_rows} must be at least 1: routing needs a row to look at")
 
 
 Factory = Callable[[AttentionSpec], Attend]

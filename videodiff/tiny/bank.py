@@ -1,6 +1,6 @@
 """Encoded clips for training the transformer, kept on disk in chunks.
 
-Owns: which sizes are drawn and how often, encoding, latent statistics. Does not own: captions at training time (drawn anew each visit).
+Owns: which sizes are drawn and how often, encoding, latent statistics. Does not own: captions (drawn anew at each visit).
 Invariant: only scenes that are not held out are drawn. More chunks can be added at any time, also while training runs.
 """
 

@@ -1,8 +1,8 @@
 """Does a clip show what its prompt says? Decided from pixels alone.
 
 Owns: background, colours, number, shape and motion of what is seen. Does not own: generating, prompts (`captions`).
-Invariant: the judge knows the world's palette and shapes but never the seed, the latents or the model; it is itself checked on drawn
-clips (tests/tiny), where the answer is known.
+Invariant: the judge knows the world's palette and shapes but never the seed, the latents or the model. It is itself checked
+on drawn clips (tests/tiny), where the answer is known.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import colorsys
 import functools
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Verdict:
 def shrink(frames: np.ndarray) -> np.ndarray:
     """uint8 or float [T, h, w, 3] -> float32 [T, GRID, about GRID * w / h, 3] in [0, 1], by averaging blocks."""
     x = frames.astype(np.float32) / 255 if frames.dtype == np.uint8 else frames.astype(np.float32)
-    t, h, w, _ = x.shape
+    _, h, w, _ = x.shape
     if h <= GRID:
         return x
     rows = np.linspace(0, h, GRID + 1).astype(int)
@@ -167,9 +168,7 @@ def see_motion(masks: np.ndarray) -> str:
     if residue.std() > 0.03:
         return "bounce"
     middle = np.flatnonzero(seen)
-    changes = [
-        (masks[a] ^ masks[b]).sum() / max(1, masks[a].sum()) for a, b in zip(middle[:-1], middle[1:], strict=True)
-    ]
+    changes = [(masks[a] ^ masks[b]).sum() / max(1, masks[a].sum()) for a, b in pairwise(middle)]
     return "spin" if np.median(changes) > 0.05 else "still"
 
 

@@ -1,8 +1,9 @@
 """The optimiser of the shipped model: Muon for matrices, Adam for the rest.
 
 Owns: which parameter gets which, unit-scale updates, the moving average. Does not own: learning rates over time (`train`).
-Muon: momentum, then the nearest orthogonal matrix by five Newton-Schulz iterations (Jordan et al., kellerjordan.github.io/posts/muon);
-optax.contrib.muon runs them matrix by matrix, here matrices of one shape go through together, which matters on a CPU.
+Muon: momentum, then the nearest orthogonal matrix by five Newton-Schulz iterations (Jordan et al.,
+kellerjordan.github.io/posts/muon). optax.contrib.muon runs them matrix by matrix; here matrices of one shape go through
+together, which matters on a CPU.
 """
 
 from __future__ import annotations

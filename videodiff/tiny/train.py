@@ -1,6 +1,6 @@
 """The phases of training in order, and the export into the published folder layout.
 
-Owns: default budgets, which phase needs which, what the shipped folder holds. Does not own: the phases (`train_vae`, `bank`, `train_dit`).
+Owns: default budgets, which phase needs which, what the shipped folder holds. Does not own: the phases themselves.
 Invariant: weights are rounded to float16 once, at export; the file holds the moving averages.
 """
 

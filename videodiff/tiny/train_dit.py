@@ -1,7 +1,8 @@
 """Training of the shipped model's text encoder and transformer.
 
-Owns: their configs, the warm start of the text encoder, the flow-matching objective, prompt dropout. Does not own: latents (`bank`),
-the classes. Padding is trained as it is used: one zero row stands for all rows after the prompt's end (`text.encode.fold_padding`).
+Owns: their configs, the warm start of the text encoder, the flow-matching objective, prompt dropout. Does not own: latents
+(`bank`), the classes. Padding is trained as it is used: one zero row stands for all rows after the prompt's end
+(`text.encode.fold_padding`).
 """
 
 from __future__ import annotations

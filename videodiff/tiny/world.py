@@ -1,7 +1,8 @@
 """The world the shipped model knows: shaded shapes that move over simple landscapes, drawn in numpy at any size.
 
-Owns: what a scene is, how it is sampled, how any window of any frame is drawn. Does not own: words (`captions`), judging (`judge`).
-Invariant: lengths are fractions of the frame's height, so one scene looks alike from 128p to 1440p; edges are anti-aliased by one pixel.
+Owns: what a scene is, how it is sampled, how any window of any frame is drawn. Does not own: words (`captions`), judging
+(`judge`). Invariant: lengths are fractions of the frame's height, so one scene looks alike from 128p to 1440p; edges are
+anti-aliased by one pixel.
 """
 
 from __future__ import annotations
