@@ -34,10 +34,10 @@ demo: $(VENV)/.core
 	$(BIN)/videodiff generate --output_path $(OUT).mp4 --contact_sheet
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -q -m "not parity"
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not parity"
 
 parity: $(VENV)/.parity
-	$(BIN)/python -m pytest -q -m parity
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m parity
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .

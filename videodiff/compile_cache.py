@@ -23,8 +23,9 @@ def enable(directory: str | os.PathLike[str] | None = None) -> Path | None:
     Returns:
       The directory in use, or None when the cache is off or cannot be written (compilation then happens anew each time).
     """
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    configured = jax.config.values.get("jax_compilation_cache_dir")
+    if configured:
+        return Path(configured)
     root = os.environ.get("VIDEODIFF_CACHE_DIR")
     if root == "":
         return None

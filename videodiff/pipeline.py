@@ -42,7 +42,7 @@ from videodiff.weights.folder import ModelFolder, open_folder
 log = logging.getLogger(__name__)
 
 KEEP_SHARE = 0.8  # of available memory that weights kept between stages may fill
-Progress = Callable[[str, int, int, float], None]
+Progress = loop.Progress
 
 
 class Interrupted(KeyboardInterrupt):

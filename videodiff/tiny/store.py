@@ -43,7 +43,7 @@ def save(path: Path, trees: dict[str, Any], meta: dict[str, Any]) -> None:
     arrays = {f"{name}:{i}": np.asarray(x) for name, tree in trees.items() for i, x in enumerate(jax.tree.leaves(tree))}
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.part.npz")
-    np.savez(partial, meta=np.array(json.dumps(meta)), **arrays)
+    np.savez(partial, **{"meta": np.array(json.dumps(meta))}, **arrays)  # type: ignore[arg-type]
     os.replace(partial, path)
 
 

@@ -88,7 +88,7 @@ def warm_text(run: Path, minutes: float, seed: int = 0) -> None:
         x = model.module(p)(ids, mask)
         score = jnp.einsum("qd,bld->bql", p["queries"], x) + jnp.where(mask[:, None] != 0, 0.0, -1e9)
         pooled = jnp.einsum("bql,bld->bqd", jax.nn.softmax(score), x)
-        total, right = 0.0, []
+        total, right = jnp.float32(0), []
         for i in range(n):
             logits = pooled[:, i] @ p[f"out_{i}"]
             total += optax.softmax_cross_entropy_with_integer_labels(logits, y[:, i]).mean()
@@ -177,7 +177,8 @@ def train(run: Path, minutes: float, seed: int = 0, peak: float = 3e-3) -> None:
     trainer, bank = Trainer(run, seed), Bank(run)
     statistics = run / "statistics.npz"
     if not statistics.exists():
-        np.savez(statistics, **dict(zip(("mean", "std"), bank.statistics(), strict=True)))
+        mean64, std64 = bank.statistics()
+        np.savez(statistics, mean=mean64, std=std64)
     with np.load(statistics) as data:
         mean, std = data["mean"].astype(np.float32), data["std"].astype(np.float32)
     trees: dict[str, Any] = {"params": trainer.params, "opt": trainer.opt.init(trainer.params), "ema": trainer.params}

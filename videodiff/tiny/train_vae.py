@@ -123,7 +123,7 @@ def train(run: Path, minutes_stills: float, minutes_clips: float, seed: int = 0)
     model = initial(seed)
     opt = optim.make(model.params)
     trees: dict[str, Any] = {"params": model.params, "opt": opt.init(model.params), "ema": model.params}
-    meta = {"seconds": 0.0, "step": 0}
+    meta: dict[str, Any] = {"seconds": 0.0, "step": 0}
     checkpoint = run / "vae_checkpoint.npz"
     if checkpoint.exists():
         trees, meta = store.load(checkpoint, trees)
