@@ -50,7 +50,11 @@ class Interrupted(KeyboardInterrupt):
 
     def __init__(self, state_path: Path | None, step: int, total: int) -> None:
         self.state_path = state_path
-        where = f"the run is saved in {state_path}; resume with --resume {state_path}" if state_path else "nothing was saved"
+        where = (
+            f"the run is saved in {state_path}; resume with --resume {state_path}"
+            if state_path
+            else "nothing was saved"
+        )
         super().__init__(f"interrupted after step {step} of {total}; {where}")
 
 
@@ -155,7 +159,7 @@ class Pipeline:
         embeds = self._given_embeds(prompt_embeds, negative_prompt_embeds)
         embedded = None if embeds[0] is None else len(embeds[0])
         request = make_request(prompt=prompt, **options).resolve(self.info, embedded=embedded)
-        job = self._plan(request, encode_text=embedded is None)
+        job = self._plan(request, encode_text=embedded is None or (request.guided and embeds[1] is None))
         if output_path is not None:
             media.check_writable(output_path)
         log.info(request.summary())
@@ -189,7 +193,9 @@ class Pipeline:
             latents_path=saved,
         )
 
-    def decode(self, path: str | os.PathLike[str], *, output_type: str = "uint8", progress: Progress | None = None) -> Result:
+    def decode(
+        self, path: str | os.PathLike[str], *, output_type: str = "uint8", progress: Progress | None = None
+    ) -> Result:
         """Finish a run whose latents were saved.
 
         Args:
@@ -211,7 +217,9 @@ class Pipeline:
         times: dict[str, float] = {}
         frames = self._decode(geometry, saved.latents.transpose(0, 2, 3, 4, 1), output_type, times, progress)
         about = {"decoded_from": str(path), "stages": _rounded(times), "environment": report.environment()}
-        return Result(frames, saved.fps, output_type, saved.prompts, saved.seeds, about, dict(saved.metadata), Path(path))
+        return Result(
+            frames, saved.fps, output_type, saved.prompts, saved.seeds, about, dict(saved.metadata), Path(path)
+        )
 
     # --- what a call consists of -------------------------------------------------------------------------------------
 
@@ -271,26 +279,27 @@ class Pipeline:
         if progress:
             progress("text", 0, 1, 0.0)
         request, copies = job.request, job.request.num_videos_per_prompt
-        prompts = len(request.prompts)
-        if embeds[0] is None:
-            texts = [*request.prompts, *([request.negative_prompt] if job.guided else [])]
-            both = encode_prompts(self._text.module, self.tokenizer, texts)
+        given, negative = embeds
+        texts = list(request.prompts) if given is None else []
+        if job.guided and negative is None:
+            texts.append(request.negative_prompt)
+        parts: list[Conditioning] = [] if given is None else [Conditioning.from_embeds(given)]
+        if texts:
+            parts.append(encode_prompts(self._text.module, self.tokenizer, texts))
             if not job.keep:
                 self._text.free()
-        else:
-            given = Conditioning.from_embeds(embeds[0])
-            if job.guided:
-                negative = embeds[1]
-                if negative is None:
-                    negative = encode_prompts(self._text.module, self.tokenizer, [request.negative_prompt]).embeds
-                rest = Conditioning.from_embeds(jnp.asarray(negative, jnp.float32)[:1])
-                given = Conditioning(
-                    jnp.concatenate([given.embeds, rest.embeds]), jnp.concatenate([given.lengths, rest.lengths])
+        if job.guided and negative is not None:
+            if len(negative) not in (1, len(request.prompts)):
+                raise ValueError(
+                    f"negative_prompt_embeds must have 1 row or one a prompt ({len(request.prompts)}), got {len(negative)}"
                 )
-            both = given
+            parts.append(Conditioning.from_embeds(negative))
+        both = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
+        prompts = len(request.prompts)
         rows = np.repeat(np.arange(prompts), copies)
         if job.guided:
-            rows = np.concatenate([rows, np.full(prompts * copies, prompts)])
+            single = len(both.lengths) == prompts + 1
+            rows = np.concatenate([rows, np.full(prompts * copies, prompts) if single else rows + prompts])
         every = Conditioning(both.embeds[rows], both.lengths[rows])
         text, bias = fold_padding(every, rows=bucket(int(np.max(np.asarray(both.lengths)))))
         jax.block_until_ready(text)
@@ -473,7 +482,9 @@ def choose_backends(requested: str, program: ScheduleProgram) -> dict[float, str
             f"attention_backend=svg has nothing to do under schedule {program.name}, which is dense here; name a sparse schedule "
             f"(aggressive, moderate, conservative) or use attention_backend auto or dense"
         )
-    return {d: "dense" if d == DENSE else ("svg" if requested in ("auto", "svg") else requested) for d in program.densities}
+    return {
+        d: "dense" if d == DENSE else ("svg" if requested in ("auto", "svg") else requested) for d in program.densities
+    }
 
 
 def _adapt(pipe: Pipeline, callback: Callable[..., Any] | None) -> loop.StepEnd | None:
