@@ -7,8 +7,6 @@ Source: diffusers 0.42.1 ``WanRotaryPosEmbed``; RoPE is arXiv 2104.09864.
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,9 +22,11 @@ def axis_dims(head_dim: int) -> tuple[int, int, int]:
     return head_dim - 2 * side, side, side
 
 
-@functools.lru_cache(maxsize=8)
-def rope_tables(grid: TokenGrid, head_dim: int, max_len: int) -> tuple[np.ndarray, np.ndarray]:
+def rope_tables(grid: TokenGrid, head_dim: int, max_len: int) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines for every token in frame-major order.
+
+    Only the three tables of one axis each are constants of a traced program; they are spread over the grid on the
+    device. Whole tables would put 155 MB into every compiled program at 1440p.
 
     Args:
       grid: the token grid.
@@ -39,21 +39,26 @@ def rope_tables(grid: TokenGrid, head_dim: int, max_len: int) -> tuple[np.ndarra
     Raises:
       ValueError: an axis of the grid is longer than max_len.
     """
-    if max(grid.frames, grid.rows, grid.cols) > max_len:
+    shape = (grid.frames, grid.rows, grid.cols)
+    if max(shape) > max_len:
         raise ValueError(
             f"rope_max_seq_len={max_len} limits every axis of the token grid, got frames={grid.frames}, "
             f"rows={grid.rows}, cols={grid.cols}; use a smaller size or fewer frames"
         )
+    angles = [
+        np.outer(np.arange(n, dtype=np.float64), THETA ** (-np.arange(0, dim, 2, dtype=np.float64) / dim))
+        for n, dim in zip(shape, axis_dims(head_dim), strict=True)
+    ]
 
-    def angles(n: int, dim: int) -> np.ndarray:
-        return np.outer(np.arange(n, dtype=np.float64), THETA ** (-np.arange(0, dim, 2, dtype=np.float64) / dim))
+    def spread(function: np.ufunc) -> jax.Array:
+        parts = []
+        for axis, angle in enumerate(angles):
+            table = jnp.asarray(function(angle).astype(np.float32))  # [n, pairs of the axis]
+            table = jnp.expand_dims(table, [a for a in range(3) if a != axis])  # one of F, Y, X is n, the others 1
+            parts.append(jnp.broadcast_to(table, (*shape, table.shape[-1])))
+        return jnp.concatenate(parts, axis=-1).reshape(grid.tokens, head_dim // 2)
 
-    t, h, w = (angles(n, d) for n, d in zip((grid.frames, grid.rows, grid.cols), axis_dims(head_dim), strict=True))
-    shape = (grid.frames, grid.rows, grid.cols)
-    parts = (t[:, None, None], h[None, :, None], w[None, None])
-    full = np.concatenate([np.broadcast_to(p, (*shape, p.shape[-1])) for p in parts], axis=-1)
-    full = full.reshape(grid.tokens, head_dim // 2)
-    return np.cos(full).astype(np.float32), np.sin(full).astype(np.float32)
+    return spread(np.cos), spread(np.sin)
 
 
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:

@@ -234,7 +234,7 @@ class WanTransformer(nnx.Module):
         # float32 to the end: diffusers rounds temb to the model's dtype, the official code does not.
         temb = self.time_embedder(timestep_sinusoid(timestep, self.config.freq_dim))  # [B, C]
         proj = self.time_proj(jax.nn.silu(temb)).astype(jnp.float32).reshape(b, 6, -1)
-        return tokens, Modulation(temb, proj, jnp.asarray(cos), jnp.asarray(sin))
+        return tokens, Modulation(temb, proj, cos, sin)
 
     def blocks(
         self,
