@@ -18,8 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from videodiff.grid import TokenOrder
-
 # Row sums above this redo the tile. Values up to 2**63 in v then still cannot overflow the accumulator.
 SUM_LIMIT = 2.0**64
 
@@ -33,68 +31,79 @@ def operand_dtype(dtype: jnp.dtype) -> jnp.dtype:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one head of [N, D] is cut into tiles of ``size`` tokens.
+    """How one head, [N, D] frame-major, is cut into tiles of ``size`` tokens.
 
-    In frame-major order a tile is ``size`` neighbouring tokens. In token-major order it is ``size // F`` neighbouring
-    patches of all F frames, read as a strided block of [F, P, D]; inside the tile the order is frame by frame,
-    which attention cannot tell from token-major.
+    A spatial head's tile is ``size`` neighbouring tokens. A temporal head's is ``size // F`` neighbouring patches of all
+    F frames, read as a strided block of [F, P, D]: inside the tile the order is frame by frame, which attention cannot
+    tell from token-major. Where the last tile would stick out, it is moved back over its neighbour: nothing is padded.
 
     Args:
-      order: the order in which neighbours are taken.
       frames, patches: F and P.
-      size: tokens of a tile, a multiple of F in token-major order.
+      size: tokens of a tile; a multiple of F if a temporal head is ever read.
+      temporal: scalar bool, may be traced; a Python bool settles it while tracing.
     """
 
-    order: TokenOrder
     frames: int
     patches: int
     size: int
+    temporal: jax.Array | bool = False
 
     @property
     def tokens(self) -> int:
         return self.frames * self.patches
 
     @property
-    def _extent(self) -> tuple[int, int]:
-        """Length of the cut axis and how much of it one tile takes."""
-        if self.order is TokenOrder.TOKEN_MAJOR:
-            return self.patches, self.size // self.frames
-        return self.tokens, self.size
+    def count(self) -> int:
+        return -(-self.tokens // self.size)
 
     @property
-    def count(self) -> int:
-        """Tiles per head, the last one padded when it does not divide."""
-        extent, step = self._extent
-        return -(-extent // step)
+    def overlaps(self) -> bool:
+        """The last tile holds tokens of the one before it."""
+        return self.count * self.size != self.tokens
 
-    def cut(self, x: jax.Array) -> jax.Array:
-        """[N, D] -> [1 or F, padded extent, D]; the padding is zero."""
-        extent, step = self._extent
-        x = x.reshape(-1, extent, x.shape[-1])
-        return jnp.pad(x, ((0, 0), (0, self.count * step - extent), (0, 0)))
-
-    def join(self, x: jax.Array) -> jax.Array:
-        """The inverse of :meth:`cut`."""
-        extent, _ = self._extent
-        return x[:, :extent].reshape(self.tokens, x.shape[-1])
+    def _branch(
+        self, temporal: Callable[..., jax.Array], spatial: Callable[..., jax.Array], *args: jax.Array
+    ) -> jax.Array:
+        if isinstance(self.temporal, bool):
+            return (temporal if self.temporal else spatial)(*args)
+        return lax.cond(self.temporal, temporal, spatial, *args)
 
     def read(self, x: jax.Array, index: jax.Array) -> jax.Array:
-        """Tile ``index`` of a cut head: [size, D]."""
-        _, step = self._extent
-        return lax.dynamic_slice_in_dim(x, index * step, step, 1).reshape(self.size, x.shape[-1])
+        """Tile ``index`` of a head [N, D]: [size, D]."""
+        wide = self.size // self.frames
+
+        def block(x: jax.Array, index: jax.Array) -> jax.Array:
+            x = x.reshape(self.frames, self.patches, -1)
+            return lax.dynamic_slice_in_dim(x, index * wide, wide, 1).reshape(self.size, -1)
+
+        def stretch(x: jax.Array, index: jax.Array) -> jax.Array:
+            return lax.dynamic_slice_in_dim(x, index * self.size, self.size, 0)
+
+        return self._branch(block, stretch, x, index)
 
     def write(self, x: jax.Array, tile: jax.Array, index: jax.Array) -> jax.Array:
-        """A cut head with tile ``index`` replaced."""
-        _, step = self._extent
-        return lax.dynamic_update_slice_in_dim(x, tile.reshape(x.shape[0], step, x.shape[-1]), index * step, 1)
+        """A head with tile ``index`` replaced; where tiles overlap, write the last one first."""
+        wide = self.size // self.frames
+
+        def block(x: jax.Array, tile: jax.Array, index: jax.Array) -> jax.Array:
+            shaped, tile = x.reshape(self.frames, self.patches, -1), tile.reshape(self.frames, wide, -1)
+            return lax.dynamic_update_slice_in_dim(shaped, tile, index * wide, 1).reshape(x.shape)
+
+        def stretch(x: jax.Array, tile: jax.Array, index: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(x, tile, index * self.size, 0)
+
+        return self._branch(block, stretch, x, tile, index)
 
     def bias(self, index: jax.Array) -> jax.Array | None:
-        """[1, size] f32 added to the scores of key tile ``index``: -inf on padding; None when nothing is padded."""
-        extent, step = self._extent
-        if self.count * step == extent:
+        """[1, size] f32 added to the scores of key tile ``index``: -inf on tokens that an earlier tile holds."""
+        if not self.overlaps:
             return None
-        place = index * step + jnp.arange(self.size) % step
-        return jnp.where(place < extent, 0.0, -jnp.inf).astype(jnp.float32)[None]
+        surplus = jnp.where(index == self.count - 1, self.count * self.size - self.tokens, 0)
+        position, wide = jnp.arange(self.size), self.size // self.frames
+        shared = self._branch(
+            lambda surplus: position % wide < surplus // self.frames, lambda surplus: position < surplus, surplus
+        )
+        return jnp.where(shared, -jnp.inf, 0.0).astype(jnp.float32)[None]
 
 
 def _scores(q: jax.Array, k: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -160,8 +169,8 @@ def attend_head(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    query_tiling: Tiling,
-    key_tiling: Tiling,
+    queries: Tiling,
+    keys: Tiling,
     tiles: Callable[[jax.Array, jax.Array], jax.Array],
     count: Callable[[jax.Array], jax.Array | int],
 ) -> jax.Array:
@@ -169,7 +178,7 @@ def attend_head(
 
     Args:
       q, k, v: [N, D] frame-major.
-      query_tiling, key_tiling: how queries and keys are cut, in one token order.
+      queries, keys: how they are cut.
       tiles: (query tile, position in its list) -> key tile.
       count: query tile -> length of its list.
 
@@ -177,18 +186,16 @@ def attend_head(
       [N, D] in q's dtype.
     """
     dtype = operand_dtype(q.dtype)
-    qc, kc, vc = query_tiling.cut(q), key_tiling.cut(k), key_tiling.cut(v)
 
     def load(j: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        return key_tiling.read(kc, j).astype(dtype), key_tiling.read(vc, j).astype(dtype), key_tiling.bias(j)
+        return keys.read(k, j).astype(dtype), keys.read(v, j).astype(dtype), keys.bias(j)
 
-    def row(i: jax.Array, out: jax.Array) -> jax.Array:
-        tile = query_tiling.read(qc, i).astype(dtype)
-        o = attend_tile(tile, load, lambda n: tiles(i, n), count(i))
-        return query_tiling.write(out, o.astype(q.dtype), i)
+    def row(step: jax.Array, out: jax.Array) -> jax.Array:
+        i = queries.count - 1 - step  # the last first: where it overlaps, its neighbour has the last word
+        o = attend_tile(queries.read(q, i).astype(dtype), load, lambda n: tiles(i, n), count(i))
+        return queries.write(out, o.astype(q.dtype), i)
 
-    out = lax.fori_loop(0, query_tiling.count, row, jnp.zeros_like(qc))
-    return query_tiling.join(out)
+    return lax.fori_loop(0, queries.count, row, jnp.zeros_like(q))
 
 
 def to_heads(x: jax.Array) -> jax.Array:

@@ -14,7 +14,6 @@ from jax import lax
 
 from videodiff.attention.api import ROUTE_DENSE, Attend, AttentionSpec, HeadStats, register
 from videodiff.attention.blocked import Tiling, attend_head, from_heads, operand_dtype, to_heads
-from videodiff.grid import TokenOrder
 
 PLAIN_TOKENS = 1280  # up to here one head's whole score matrix is no larger than one tile of the blocked form
 PLAIN_BYTES = 32 * 2**20  # score matrices formed at once
@@ -48,15 +47,14 @@ def _plain_in_chunks(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def _tile(tokens: int, target: int) -> int:
-    """A tile near ``target`` that splits ``tokens`` evenly, so that padding is less than one token per tile."""
+    """A tile near ``target`` that splits ``tokens`` evenly, so that tiles hardly overlap."""
     return -(-tokens // -(-tokens // target))
 
 
 def _blocked_head(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """One head, [N, D], over all key tiles, the one on the diagonal first."""
     n = q.shape[0]
-    queries = Tiling(TokenOrder.FRAME_MAJOR, 1, n, _tile(n, QUERY_TILE))
-    keys = Tiling(TokenOrder.FRAME_MAJOR, 1, n, _tile(n, KEY_TILE))
+    queries, keys = Tiling(1, n, _tile(n, QUERY_TILE)), Tiling(1, n, _tile(n, KEY_TILE))
 
     def tiles(i: jax.Array, position: jax.Array) -> jax.Array:
         return (i * queries.size // keys.size + position) % keys.count

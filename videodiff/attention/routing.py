@@ -34,7 +34,9 @@ def probe_rows(tokens: int, rows: int, seed: int, layer: jax.Array | int, step: 
     rows = min(rows, tokens)
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), layer), step)
     edges = np.arange(rows + 1, dtype=np.int64) * tokens // rows
-    return jax.random.randint(key, (rows,), edges[:-1].astype(np.int32), edges[1:].astype(np.int32))
+    start, length = edges[:-1].astype(np.int32), np.diff(edges).astype(np.int32)
+    drawn = (jax.random.uniform(key, (rows,)) * length).astype(jnp.int32)
+    return start + jnp.minimum(drawn, length - 1)
 
 
 def _position(plan: TilePlan, index: jax.Array | np.ndarray) -> jax.Array | np.ndarray:

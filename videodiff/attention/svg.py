@@ -21,23 +21,30 @@ from videodiff.attention.tiles import Sink, TilePlan, plan_tiles
 from videodiff.grid import TokenOrder
 
 
-def planned_head(q: jax.Array, k: jax.Array, v: jax.Array, plan: TilePlan) -> jax.Array:
-    """One head over the tiles of its plan. q, k, v: [N, D] frame-major -> [N, D]."""
-    grid = plan.grid
-    queries, keys = (Tiling(plan.order, grid.frames, grid.patches, size) for size in plan.tile)
+def planned_head(q: jax.Array, k: jax.Array, v: jax.Array, plan: TilePlan, temporal: jax.Array | bool) -> jax.Array:
+    """One head over the tiles of a plan.
+
+    Args:
+      q, k, v: [N, D], frame-major.
+      plan: lists in the order of the head, which both kinds share.
+      temporal: scalar bool, may be traced: tiles are neighbours in token-major order.
+
+    Returns:
+      [N, D] in q's dtype.
+    """
+    frames, patches = plan.grid.frames, plan.grid.patches
+    queries, keys = (Tiling(frames, patches, min(size, frames * patches), temporal) for size in plan.tile)
     lists, counts = jnp.asarray(plan.tiles), jnp.asarray(plan.counts)
     return attend_head(q, k, v, queries, keys, lambda i, n: lists[i, n], lambda i: counts[i])
 
 
-def routed_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, route: jax.Array, spatial: TilePlan, temporal: TilePlan
-) -> jax.Array:
-    """Every head over the plan its route names.
+def routed_attention(q: jax.Array, k: jax.Array, v: jax.Array, route: jax.Array, plan: TilePlan) -> jax.Array:
+    """Every head in the order its route names, one head at a time.
 
     Args:
       q, k, v: [B, H, N, D], frame-major.
       route: [B, H] int32, ROUTE_SPATIAL or ROUTE_TEMPORAL; data, decided on the device.
-      spatial, temporal: the plans.
+      plan: lists in the order of the head; both kinds have the same, only tiles are cut differently.
 
     Returns:
       [B, H, N, D] in q's dtype.
@@ -45,14 +52,7 @@ def routed_attention(
 
     def head(x: tuple[jax.Array, jax.Array, jax.Array, jax.Array]) -> jax.Array:
         r, q, k, v = x
-        return lax.cond(
-            r == ROUTE_TEMPORAL,
-            lambda q, k, v: planned_head(q, k, v, temporal),
-            lambda q, k, v: planned_head(q, k, v, spatial),
-            q,
-            k,
-            v,
-        )
+        return planned_head(q, k, v, plan, r == ROUTE_TEMPORAL)
 
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))  # [B*H, N, D]
     return lax.map(head, (route.reshape(-1), *flat)).reshape(q.shape)
@@ -92,7 +92,7 @@ class SvgAttend:
             rows = probe_rows(self.spec.grid.tokens, self.spec.probe_rows, self.spec.seed, layer, step)
             stats = route_heads(q, k, v, self.spatial, self.temporal, rows)
         with jax.named_scope("attend_svg"):
-            o = routed_attention(q, k, v, stats.route, self.spatial, self.temporal)
+            o = routed_attention(q, k, v, stats.route, self.spatial)
         return o.transpose(0, 2, 1, 3), stats  # [B, N, H, D]
 
 
@@ -109,5 +109,6 @@ def make_svg(spec: AttentionSpec) -> Attend:
         plan_tiles(spec.grid, spec.density, sink=sink, order=order)
         for order in (TokenOrder.FRAME_MAJOR, TokenOrder.TOKEN_MAJOR)
     )
-    assert spatial.executed_density == temporal.executed_density
+    assert (spatial.tiles == temporal.tiles).all()  # one list serves both kinds of heads
+    assert (spatial.counts == temporal.counts).all()
     return SvgAttend(spec, spatial, temporal)

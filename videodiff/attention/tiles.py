@@ -79,8 +79,7 @@ class TilePlan:
     def visited(self) -> np.ndarray:
         """[query tiles, key tiles] bool."""
         table = np.zeros((len(self.counts), -(-self.grid.tokens // self.tile[1])), bool)
-        for row, keys, count in zip(table, np.asarray(self.tiles), np.asarray(self.counts)):
-            row[keys[:count]] = True
+        np.put_along_axis(table, np.asarray(self.tiles), True, axis=1)  # entries after the count repeat the first
         return table
 
 
