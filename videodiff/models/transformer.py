@@ -183,10 +183,11 @@ class WanTransformer(nnx.Module):
         self.config, self.dtype = config, dtype
         c, p = config.width, config.patch_size[1]
         kw: dict[str, Any] = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs}
-        full: dict[str, Any] = {"dtype": jnp.float32, "param_dtype": jnp.float32, "rngs": rngs}
+        # The timestep's way is float32 in full: a few rows, so its price is nothing, and every block scales by it.
+        full: dict[str, Any] = {"dtype": jnp.float32, "precision": lax.Precision.HIGHEST, "rngs": rngs}
         self.patch_embedding = PatchEmbedding(config, **kw)
-        self.time_embedder = Mlp(config.freq_dim, c, c, jax.nn.silu, **full)
-        self.time_proj = Linear(c, 6 * c, **kw)
+        self.time_embedder = Mlp(config.freq_dim, c, c, jax.nn.silu, param_dtype=jnp.float32, **full)
+        self.time_proj = Linear(c, 6 * c, param_dtype=param_dtype, **full)
         self.text_embedder = Mlp(config.text_dim, c, c, gelu_tanh, **kw)
 
         @nnx.split_rngs(splits=config.num_layers)
@@ -231,9 +232,9 @@ class WanTransformer(nnx.Module):
         grid = TokenGrid(f, y // p, x // p)
         cos, sin = rope_tables(grid, self.config.attention_head_dim, self.config.rope_max_seq_len)
         tokens = self.patch_embedding(latents)  # [B, N, C]
-        # float32 to the end: diffusers rounds temb to the model's dtype, the official code does not.
+        # float32 to the end, as in the official code; diffusers rounds temb to the model's dtype and projects there.
         temb = self.time_embedder(timestep_sinusoid(timestep, self.config.freq_dim))  # [B, C]
-        proj = self.time_proj(jax.nn.silu(temb)).astype(jnp.float32).reshape(b, 6, -1)
+        proj = self.time_proj(jax.nn.silu(temb)).reshape(b, 6, -1)
         return tokens, Modulation(temb, proj, cos, sin)
 
     def blocks(
