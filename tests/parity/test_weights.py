@@ -152,7 +152,11 @@ def tensors_state(model):
 def test_a_whole_pipeline_folder_both_ways(tmp_path: Path) -> None:
     """What diffusers saves opens here; what is saved here opens in WanPipeline with the same weights and shift."""
     tokenizer = transformers.T5TokenizerFast(vocab=[("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("a", -1.0)])
-    models = {"transformer": randomised(TRANSFORMER, 1), "vae": randomised(VAE_2_1, 2), "text_encoder": randomised(TEXT, 3)}
+    models = {
+        "transformer": randomised(TRANSFORMER, 1),
+        "vae": randomised(VAE_2_1, 2),
+        "text_encoder": randomised(TEXT, 3),
+    }
     scheduler = diffusers.UniPCMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=7.0
     )
@@ -172,7 +176,10 @@ def test_a_whole_pipeline_folder_both_ways(tmp_path: Path) -> None:
         save_component(ours / name, state, TABLE[type(config)](config), config.to_json(), base=base)
     assert open_folder(ours).transformer == TRANSFORMER
     back = diffusers.WanPipeline.from_pretrained(ours)
-    assert dict(back.scheduler.config).items() >= {k: v for k, v in unipc_scheduler_json(7.0).items() if k[0] != "_"}.items()
+    assert (
+        dict(back.scheduler.config).items()
+        >= {k: v for k, v in unipc_scheduler_json(7.0).items() if k[0] != "_"}.items()
+    )
     assert back.config.boundary_ratio is None
     assert back.config.expand_timesteps is False
     for name, model in models.items():
