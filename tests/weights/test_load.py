@@ -19,8 +19,9 @@ from weights_support import LAYERS, RULES, Toy, toy_tensors, write_toy
 
 from videodiff.weights import load as load_module_file
 from videodiff.weights.keys import KeyRule, Layout
-from videodiff.weights.load import adopt, aligned_empty, largest_magnitude, load_module, load_state
+from videodiff.weights.load import adopt, aligned_empty, check_state, largest_magnitude, load_module, load_state
 from videodiff.weights.problems import Kind, WeightsError
+from videodiff.weights.safetensors_files import open_checkpoint
 
 BF16 = ml_dtypes.bfloat16
 
@@ -81,6 +82,13 @@ def test_dtypes_are_chosen_by_path(tmp_path: Path) -> None:
     }
     for name, array in got.items():
         np.testing.assert_array_equal(np.asarray(array), want[name].astype(array.dtype))
+
+
+def test_headers_alone_tell_what_would_fail(tmp_path: Path) -> None:
+    good = open_checkpoint(write_toy(tmp_path / "good"))
+    bad = open_checkpoint(write_toy(tmp_path / "bad", heads__0=np.zeros(3, np.float32)))
+    assert check_state(abstract(), RULES, good) == []
+    assert [p.kind for p in check_state(abstract(), RULES, bad)] == [Kind.SHAPE]
 
 
 def test_a_stack_of_one_layer_keeps_its_axis(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
@@ -281,13 +280,3 @@ def load_module(
     graph, parameters, *rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
     assert not jax.tree.leaves(rest), f"only parameters come from files, the module also holds {rest}"
     return nnx.merge(graph, load_state(parameters, rules, source, dtype_for, place=place), *rest)
-
-
-def describe_source(checkpoint: Checkpoint) -> str:
-    """One line: files, tensors, parameters, size, dtypes."""
-    gib = checkpoint.nbytes / 2**30
-    files = f"{len(checkpoint.files)} file{'s' if len(checkpoint.files) != 1 else ''}"
-    return (
-        f"{Path(checkpoint.where).name}: {files}, {len(checkpoint.tensors)} tensors, "
-        f"{checkpoint.parameters:,} parameters, {gib:.2f} GiB, {'/'.join(checkpoint.dtypes)}"
-    )
