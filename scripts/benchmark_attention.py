@@ -64,10 +64,10 @@ def compare_torch(n: int, heads: int, dim: int, pairs: int) -> None:
         return
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, n, heads, dim)).astype(np.float32)
     ours = jax.jit(dense_attention)
-    theirs = [torch.from_numpy(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (q, k, v)]
+    tq, tk, tv = (torch.from_numpy(np.ascontiguousarray(x.transpose(0, 2, 1, 3))) for x in (q, k, v))
     j = [jnp.asarray(x) for x in (q, k, v)]
     torch_s, dense_s, ratio = alternate(
-        lambda: torch.nn.functional.scaled_dot_product_attention(*theirs), lambda: ours(*j), pairs
+        lambda: torch.nn.functional.scaled_dot_product_attention(tq, tk, tv), lambda: ours(*j), pairs
     )
     flops = 4 * heads * n * n * dim
     print(

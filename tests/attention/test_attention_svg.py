@@ -15,7 +15,7 @@ from attention_reference import attention_f64, normal, relative
 from videodiff.attention import AttentionSpec, make_attend, svg
 from videodiff.attention.api import ROUTE_DENSE, ROUTE_SPATIAL, ROUTE_TEMPORAL
 from videodiff.attention.patterns import masked_attention, pattern_mask, plan_mask
-from videodiff.attention.routing import probe_rows, route_heads, visited_keys
+from videodiff.attention.routing import probe_rows, published_keys, published_rows, route_heads, visited_keys
 from videodiff.attention.tiles import Sink, TilePlan, plan_tiles
 from videodiff.grid import TokenGrid, TokenOrder
 
@@ -148,7 +148,8 @@ def test_error_is_that_of_the_executed_pattern() -> None:
     rows = probe_rows(grid.tokens, 16, seed=3, layer=1, step=2)
     for plan in (spatial, temporal):
         np.testing.assert_array_equal(visited_keys(plan, rows), plan_mask(plan)[rows])
-    stats = jax.jit(lambda q, k, v: route_heads(q, k, v, spatial, temporal, rows))(*heads_first(q, k, v))
+    keys = [visited_keys(plan, rows) for plan in (spatial, temporal)]
+    stats = jax.jit(route_heads)(*heads_first(q, k, v), rows, *keys)
     dense = attention_f64(q, k, v)[:, rows]
     errors = [((attention_f64(q, k, v, plan_mask(p))[:, rows] - dense) ** 2).mean((1, 3)) for p in (spatial, temporal)]
     np.testing.assert_array_equal(stats.route, np.argmin(errors, axis=0))
@@ -158,9 +159,10 @@ def test_error_is_that_of_the_executed_pattern() -> None:
 
 def test_ties_are_spatial() -> None:
     grid = TokenGrid(1, 6, 8)  # one frame: both orders are the same
-    plan_pair = plans(grid, 0.7, (16, 8))
+    rows = jnp.arange(0, 48, 6)
+    keys = [visited_keys(plan, rows) for plan in plans(grid, 0.7, (16, 8))]
     q, k, v = heads_first(*normal(0, 1, grid.tokens, 2, 4))
-    f = jax.jit(lambda q, k, v: route_heads(q, k, v, *plan_pair, jnp.arange(0, 48, 6)))
+    f = jax.jit(lambda q, k, v: route_heads(q, k, v, rows, *keys))
     stats = f(q, k, v)
     assert (stats.route == ROUTE_SPATIAL).all()
     assert (stats.error > 0).all()
@@ -175,6 +177,21 @@ def test_probe_rows_are_stratified() -> None:
     for other in (f(n, 64, 0, 4, 5), f(n, 64, 0, 3, 6), f(n, 64, 1, 3, 5)):
         assert (rows != np.asarray(other)).mean() > 0.9
     np.testing.assert_array_equal(f(5, 64, 0, 0, 0), np.arange(5))
+
+
+def test_published_probe() -> None:
+    grid = TokenGrid(6, 3, 4)
+    spatial, temporal = plans(grid, 0.6, (12, 6))
+    rows = published_rows(grid.tokens, 64, 0, 1, 2)
+    assert rows.shape == (64,)
+    assert (published_rows(75600, 64, 0, 1, 2) < 10000).all()
+    for plan in (spatial, temporal):
+        expected = pattern_mask(grid, 2 * grid.patches, Sink.NONE, plan.order)[rows]
+        np.testing.assert_array_equal(published_keys(plan, rows), expected)
+    kinds = [[0, 1]]
+    attend = make_attend("svg", AttentionSpec(grid, density=0.7, sink="none", probe="published"))
+    _, stats = jax.jit(attend)(*planted(kinds, grid), layer=jnp.int32(0), step=jnp.int32(0))
+    np.testing.assert_array_equal(stats.route, kinds)
 
 
 def equations(jaxpr) -> Iterator:
@@ -216,6 +233,8 @@ def test_refusals() -> None:
         make_attend("svg", dataclasses.replace(spec, sink="first_frame"))
     with pytest.raises(ValueError, match="sink='prefxi' is unknown; did you mean 'prefix'"):
         dataclasses.replace(spec, sink="prefxi")
+    with pytest.raises(ValueError, match="probe='exec' is unknown; did you mean 'executed'"):
+        dataclasses.replace(spec, probe="exec")
     with pytest.raises(ValueError, match="probe_rows"):
         dataclasses.replace(spec, probe_rows=0)
     with pytest.raises(ValueError, match="alone execute"):

@@ -20,6 +20,7 @@ ROUTE_SPATIAL = 0
 ROUTE_TEMPORAL = 1
 
 SINKS = ("prefix", "none", "first_frame")
+PROBES = ("executed", "published")
 
 
 @jax.tree_util.register_dataclass
@@ -66,6 +67,8 @@ class AttentionSpec:
       sink: keys every query keeps: "prefix" (the first P of the head's own order), "none" or "first_frame"; a backend
         makes it the Sink of `tiles`.
       probe_rows: query rows drawn for routing, at least 1.
+      probe: "executed" judges the tiles that would run, on rows from all over the video; "published" is the public
+        code's probe, for comparison: rows of the first 10000 tokens, a fixed window of two frames.
       seed: of the routing rows.
       head_dim: D.
 
@@ -79,12 +82,15 @@ class AttentionSpec:
     probe_rows: int = 64
     seed: int = 0
     head_dim: int = 128
+    probe: str = "executed"
 
     def __post_init__(self) -> None:
         if not 0 < self.density <= 1:
             raise ValueError(f"density={self.density!r} must be in (0, 1]: the kept share of pairs (1 is dense)")
         if self.sink not in SINKS:
             raise ValueError(f"sink={self.sink!r} is unknown; {closest(self.sink, SINKS)}")
+        if self.probe not in PROBES:
+            raise ValueError(f"probe={self.probe!r} is unknown; {closest(self.probe, PROBES)}")
         if self.probe_rows < 1:
             raise ValueError(f"probe_rows={self.probe_rows} must be at least 1: routing needs a row to look at")
 

@@ -18,6 +18,9 @@ from videodiff.attention.blocked import operand_dtype
 from videodiff.attention.tiles import TilePlan
 from videodiff.grid import TokenOrder
 
+PUBLISHED_ROWS = 10000  # of the public Sparse VideoGen code
+PUBLISHED_FRAMES = 2
+
 
 def probe_rows(tokens: int, rows: int, seed: int, layer: jax.Array | int, step: jax.Array | int) -> jax.Array:
     """Query rows of a probe: one drawn from each of ``rows`` equal stretches of the sequence.
@@ -36,7 +39,13 @@ def probe_rows(tokens: int, rows: int, seed: int, layer: jax.Array | int, step: 
     edges = np.arange(rows + 1, dtype=np.int64) * tokens // rows
     start, length = edges[:-1].astype(np.int32), np.diff(edges).astype(np.int32)
     drawn = (jax.random.uniform(key, (rows,)) * length).astype(jnp.int32)
-    return start + jnp.minimum(drawn, length - 1)
+    return jnp.asarray(start) + jnp.minimum(drawn, length - 1)
+
+
+def published_rows(tokens: int, rows: int, seed: int, layer: jax.Array | int, step: jax.Array | int) -> jax.Array:
+    """Query rows as published: anywhere among the first 10000 tokens, which may be less than one frame."""
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), layer), step)
+    return jax.random.randint(key, (min(rows, tokens),), 0, min(PUBLISHED_ROWS, tokens), jnp.int32)
 
 
 def _position(plan: TilePlan, index: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
@@ -50,6 +59,12 @@ def visited_keys(plan: TilePlan, rows: jax.Array) -> jax.Array:
     """[R, N] bool: the frame-major keys that the plan's tiles give to frame-major query rows."""
     key_tile = _position(plan, np.arange(plan.grid.tokens)) // plan.tile[1]
     return jnp.asarray(plan.visited())[_position(plan, rows) // plan.tile[0]][:, key_tile]
+
+
+def published_keys(plan: TilePlan, rows: jax.Array) -> jax.Array:
+    """[R, N] bool: keys within two frames' worth of tokens, the fixed probe that is published; no tiles, no sink."""
+    distance = _position(plan, rows)[:, None] - _position(plan, np.arange(plan.grid.tokens))
+    return jnp.abs(distance) <= PUBLISHED_FRAMES * plan.grid.patches
 
 
 def _probe_head(
@@ -71,7 +86,7 @@ def _probe_head(
 
 
 def route_heads(
-    q: jax.Array, k: jax.Array, v: jax.Array, spatial: TilePlan, temporal: TilePlan, rows: jax.Array
+    q: jax.Array, k: jax.Array, v: jax.Array, rows: jax.Array, spatial: jax.Array, temporal: jax.Array
 ) -> HeadStats:
     """Choose the pattern with the smaller mean squared error on the drawn rows; spatial if they tie.
 
@@ -79,17 +94,16 @@ def route_heads(
 
     Args:
       q, k, v: [B, H, N, D], frame-major.
-      spatial, temporal: the plans that would be executed.
       rows: [R] int32 frame-major query rows.
+      spatial, temporal: [R, N] bool, the frame-major keys each pattern gives those rows, at least one per row.
 
     Returns:
       Route and relative error, [B, H] each.
     """
     b, h, n, d = q.shape
-    keys = (visited_keys(spatial, rows), visited_keys(temporal, rows))
 
     def head(x: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _probe_head(*x, keys)
+        return _probe_head(*x, (spatial, temporal))
 
     errors, energy = lax.map(
         head, (q[:, :, rows].reshape(b * h, -1, d), k.reshape(b * h, n, d), v.reshape(b * h, n, d))

@@ -16,9 +16,12 @@ from jax import lax
 from videodiff.attention.api import ROUTE_TEMPORAL, Attend, AttentionSpec, HeadStats, register
 from videodiff.attention.blocked import Tiling, attend_head
 from videodiff.attention.dense import dense_attention, dense_stats
-from videodiff.attention.routing import probe_rows, route_heads
+from videodiff.attention.routing import probe_rows, published_keys, published_rows, route_heads, visited_keys
 from videodiff.attention.tiles import Sink, TilePlan, plan_tiles
 from videodiff.grid import TokenOrder
+
+# how rows are drawn and which keys a pattern gives them
+PROBES = {"executed": (probe_rows, visited_keys), "published": (published_rows, published_keys)}
 
 
 def planned_head(q: jax.Array, k: jax.Array, v: jax.Array, plan: TilePlan, temporal: jax.Array | bool) -> jax.Array:
@@ -89,8 +92,9 @@ class SvgAttend:
                 return dense_attention(q, k, v), dense_stats(q.shape[0], q.shape[2])
         q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))  # [B, H, N, D]
         with jax.named_scope("route_heads"):
-            rows = probe_rows(self.spec.grid.tokens, self.spec.probe_rows, self.spec.seed, layer, step)
-            stats = route_heads(q, k, v, self.spatial, self.temporal, rows)
+            draw, keys = PROBES[self.spec.probe]
+            rows = draw(self.spec.grid.tokens, self.spec.probe_rows, self.spec.seed, layer, step)
+            stats = route_heads(q, k, v, rows, keys(self.spatial, rows), keys(self.temporal, rows))
         with jax.named_scope("attend_svg"):
             o = routed_attention(q, k, v, stats.route, self.spatial)
         return o.transpose(0, 2, 1, 3), stats  # [B, N, H, D]
