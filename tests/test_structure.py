@@ -59,7 +59,9 @@ def test_imports_go_down(path: Path) -> None:
     assert here in RANK, f"{here} has no place in LAYERS: decide which layer it belongs to"
     for other in imports(path) - {here}:
         assert other in RANK, f"{path.name} imports videodiff.{other}, which has no place in LAYERS"
-        assert RANK[other] <= RANK[here], f"{path.relative_to(PACKAGE)} ({here}) must not import {other}: it is above it"
+        assert RANK[other] <= RANK[here], (
+            f"{path.relative_to(PACKAGE)} ({here}) must not import {other}: it is above it"
+        )
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
@@ -79,6 +81,8 @@ def test_product_does_not_import_the_trainer() -> None:
 
 def test_help_is_light() -> None:
     """`describe` and `--help` must answer before anything heavy is imported."""
-    code = "import sys; import videodiff.cli; print(sorted(m for m in ('flax', 'imageio', 'torch') if m in sys.modules))"
+    code = (
+        "import sys; import videodiff.cli; print(sorted(m for m in ('flax', 'imageio', 'torch') if m in sys.modules))"
+    )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"

@@ -10,6 +10,7 @@ import platform
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import flax
@@ -40,6 +41,11 @@ def environment() -> dict[str, Any]:
 
 def peak_memory_gib() -> float:
     """Peak resident memory of this process so far, GiB."""
+    status = Path("/proc/self/status")
+    if status.exists():  # on Linux ru_maxrss starts at the peak of the process that forked this one
+        line = next((x for x in status.read_text().splitlines() if x.startswith("VmHWM")), None)
+        if line:
+            return round(int(line.split()[1]) / 2**20, 3)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return round(peak / 2**30 if sys.platform == "darwin" else peak / 2**20, 3)
 

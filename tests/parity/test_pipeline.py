@@ -12,8 +12,18 @@ from videodiff.pipeline import Pipeline  # noqa: E402
 
 CASES = {
     "residual": {"folder": {"residual": True}, "height": 48, "width": 64, "frames": 5},
-    "plain": {"folder": {"residual": False, "heads": 3, "layers": 1, "seed": 5}, "height": 32, "width": 48, "frames": 9},
-    "one frame": {"folder": {"residual": True, "heads": 1, "head_dim": 32, "seed": 9}, "height": 80, "width": 48, "frames": 1},
+    "plain": {
+        "folder": {"residual": False, "heads": 3, "layers": 1, "seed": 5},
+        "height": 32,
+        "width": 48,
+        "frames": 9,
+    },
+    "one frame": {
+        "folder": {"residual": True, "heads": 1, "head_dim": 32, "seed": 9},
+        "height": 80,
+        "width": 48,
+        "frames": 1,
+    },
 }
 
 
@@ -55,7 +65,13 @@ def test_same_video(folders, case, solver, steps, guidance):
         theirs.scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     elif not isinstance(theirs.scheduler, diffusers.UniPCMultistepScheduler):
         theirs.scheduler = diffusers.UniPCMultistepScheduler.from_pretrained(ours.folder.path / "scheduler")
-    latent = (1, ours.info.layout.latent_channels, (spec["frames"] - 1) // 4 + 1, spec["height"] // 8, spec["width"] // 8)
+    latent = (
+        1,
+        ours.info.layout.latent_channels,
+        (spec["frames"] - 1) // 4 + 1,
+        spec["height"] // 8,
+        spec["width"] // 8,
+    )
     noise = np.random.default_rng(steps).normal(size=latent).astype(np.float32)
     common = {"num_inference_steps": steps, "guidance_scale": guidance, "output_type": "np", **size}
     a = theirs(prompt="a red ball", negative_prompt="the grass", latents=torch.tensor(noise), **common).frames
