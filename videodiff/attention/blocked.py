@@ -82,17 +82,26 @@ class Tiling:
         return self._branch(block, stretch, x, index)
 
     def write(self, x: jax.Array, tile: jax.Array, index: jax.Array) -> jax.Array:
-        """A head with tile ``index`` replaced; where tiles overlap, write the last one first."""
-        wide = self.size // self.frames
+        """A head with tile ``index`` replaced; where tiles overlap, write the last one first.
 
-        def block(x: jax.Array, tile: jax.Array, index: jax.Array) -> jax.Array:
-            shaped, tile = x.reshape(self.frames, self.patches, -1), tile.reshape(self.frames, wide, -1)
-            return lax.dynamic_update_slice_in_dim(shaped, tile, index * wide, 1).reshape(x.shape)
-
-        def stretch(x: jax.Array, tile: jax.Array, index: jax.Array) -> jax.Array:
+        Either kind of tile is F stretches of size // F tokens at equal distances. Written one by one they stay in place;
+        a branch around the update would copy the whole head.
+        """
+        if self.temporal is False:
             return lax.dynamic_update_slice_in_dim(x, tile, index * self.size, 0)
+        wide = self.size // self.frames
+        first = jnp.where(
+            self.temporal,
+            jnp.minimum(index * wide, self.patches - wide),
+            jnp.minimum(index * self.size, self.tokens - self.size),
+        )
+        distance = jnp.where(self.temporal, self.patches, wide)
+        stretches = tile.reshape(self.frames, wide, -1)
 
-        return self._branch(block, stretch, x, tile, index)
+        def put(f: jax.Array, x: jax.Array) -> jax.Array:
+            return lax.dynamic_update_slice_in_dim(x, stretches[f], first + f * distance, 0)
+
+        return lax.fori_loop(0, self.frames, put, x)
 
     def bias(self, index: jax.Array) -> jax.Array | None:
         """[1, size] f32 added to the scores of key tile ``index``: -inf on tokens that an earlier tile holds."""
