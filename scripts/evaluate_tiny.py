@@ -1,7 +1,7 @@
 """Judge the shipped model on held-out prompts, by pixels: background, colour, number of objects, shape, motion.
 
 Every other prompt also has a phrasing that training never saw. The run can be stopped and started again: finished prompts are kept
-in --out. Prints a table, writes a contact sheet.
+in --out, and used only by a run of the same weights and settings. Prints a table, writes a contact sheet.
 
   python scripts/evaluate_tiny.py --res 256p --num_prompts 64
 """
@@ -9,10 +9,26 @@ in --out. Prints a table, writes a contact sheet.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 from pathlib import Path
 
 from videodiff.schedule import resolution_sizes
+
+
+def identity(args: argparse.Namespace) -> dict:
+    """What a result depends on: weights, sampler settings, seed. Results of another identity are not mixed in."""
+    if args.drawn:
+        return {"drawn": True}
+    from videodiff.resources import shipped_model
+
+    folder = Path(args.model_path) if args.model_path else shipped_model()
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*")):
+        if file.is_file():
+            digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
+    keys = ("schedule", "num_inference_steps", "guidance_scale", "seed", "prompt_seed")
+    return {"weights": digest.hexdigest()[:16]} | {k: getattr(args, k) for k in keys}
 
 
 def main() -> None:
@@ -25,6 +41,9 @@ def main() -> None:
     parser.add_argument("--guidance_scale", type=float)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--seed", type=int, default=1000, help="prompt i has seed + i")
+    parser.add_argument(
+        "--prompt_seed", type=int, default=2024, help="which held-out prompts; take another one to choose settings"
+    )
     parser.add_argument(
         "--drawn", action="store_true", help="judge the drawn clips instead: what the judge itself gets right"
     )
@@ -41,11 +60,15 @@ def main() -> None:
     from videodiff.tiny.world import render
 
     height, width = resolution_sizes()[args.res]
-    pairs = held_out_prompts(args.num_prompts, aspect=width / height)
+    pairs = held_out_prompts(args.num_prompts, args.prompt_seed, width / height)
     name = "drawn" if args.drawn else args.schedule
     file = args.out / f"{name}_{args.res}.json"
     args.out.mkdir(parents=True, exist_ok=True)
-    done: dict[str, dict] = json.loads(file.read_text()) if file.exists() else {}
+    made_by = identity(args)
+    saved = json.loads(file.read_text()) if file.exists() else {}
+    if saved and saved.get("made_by") != made_by:
+        parser.error(f"{file} holds results of other weights or settings; name another --out, or remove it")
+    done: dict[str, dict] = saved.get("results", {})
     pipe = None if args.drawn else Pipeline.from_pretrained(args.model_path)
     clips, captions = [], []
     todo = [i for i, (_, prompt) in enumerate(pairs) if done.get(str(i), {}).get("prompt") != prompt or i < args.sheet]
@@ -66,7 +89,7 @@ def main() -> None:
             if i < args.sheet:
                 clips.append(clip)
                 captions.append(f"{prompt}  [{' '.join(k for k, v in right.items() if not v) or 'all right'}]")
-        file.write_text(json.dumps(done, indent=1))
+        file.write_text(json.dumps({"made_by": made_by, "results": done}, indent=1))
         print(f"{start + len(part)} of {len(todo)}", flush=True)
     rows = [done[str(i)]["right"] for i in range(args.num_prompts)]
     print(f"\n{name}, {width}x{height}, {args.num_prompts} held-out prompts\n")
