@@ -13,7 +13,7 @@ from flax import nnx
 
 from videodiff import cli
 from videodiff.attention import AttentionSpec, make_attend
-from videodiff.attention.routing import route_heads
+from videodiff.attention.routing import route_heads, visited_keys
 from videodiff.attention.tiles import Sink, plan_tiles
 from videodiff.configs import TransformerConfig
 from videodiff.describe import describe_density, describe_run, forward_flops, ideal_speedup, probe_flops
@@ -86,7 +86,11 @@ def test_probe_count_is_that_of_the_program():
     plans = [plan_tiles(grid, 0.5, sink=Sink.NONE, order=order, tile=(16, 16)) for order in TokenOrder]
     head = jax.ShapeDtypeStruct((1, 3, grid.tokens, 8), jnp.float32)
     drawn = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    program = jax.make_jaxpr(lambda q, k, v, r: route_heads(q, k, v, *plans, r))(head, head, head, drawn)
+
+    def probe(q, k, v, r):
+        return route_heads(q, k, v, r, *(visited_keys(p, r) for p in plans))
+
+    program = jax.make_jaxpr(probe)(head, head, head, drawn)
     assert probe_flops(config, grid.tokens, rows) == dot_flops(program.jaxpr)
     assert probe_flops(config, 4, 64) == 8 * 4 * 4 * config.width  # no more rows than tokens
 
