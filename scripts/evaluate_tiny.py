@@ -17,18 +17,21 @@ from videodiff.schedule import resolution_sizes
 
 
 def identity(args: argparse.Namespace) -> dict:
-    """What a result depends on: weights, sampler settings, seed. Results of another identity are not mixed in."""
-    if args.drawn:
-        return {"drawn": True}
+    """What a result depends on: judge, weights, sampler settings, seed. Results of another identity are not mixed in."""
     from videodiff.resources import shipped_model
+    from videodiff.tiny import captions, judge, world
 
+    sources = b"".join(Path(str(m.__file__)).read_bytes() for m in (judge, world, captions))
+    judged = {"judge": hashlib.sha256(sources).hexdigest()[:16], "prompt_seed": args.prompt_seed}
+    if args.drawn:
+        return judged
     folder = Path(args.model_path) if args.model_path else shipped_model()
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             digest.update(file.relative_to(folder).as_posix().encode() + file.read_bytes())
-    keys = ("schedule", "num_inference_steps", "guidance_scale", "seed", "prompt_seed")
-    return {"weights": digest.hexdigest()[:16]} | {k: getattr(args, k) for k in keys}
+    keys = ("schedule", "num_inference_steps", "guidance_scale", "seed")
+    return judged | {"weights": digest.hexdigest()[:16]} | {k: getattr(args, k) for k in keys}
 
 
 def main() -> None:
