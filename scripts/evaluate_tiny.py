@@ -96,9 +96,13 @@ def main() -> None:
         print(f"{start + len(part)} of {len(todo)}", flush=True)
     rows = [done[str(i)]["right"] for i in range(args.num_prompts)]
     print(f"\n{name}, {width}x{height}, {args.num_prompts} held-out prompts\n")
-    print("| " + " | ".join(rows[0]) + " |")
-    print("|" + "---|" * len(rows[0]))
-    print("| " + " | ".join(f"{100 * sum(r[k] for r in rows) / len(rows):.1f} %" for k in rows[0]) + " |")
+    print("| prompts | " + " | ".join(rows[0]) + " |")
+    print("|---" * (len(rows[0]) + 1) + "|")
+    for title, wanted in (("all", (1, 2)), ("one object", (1,)), ("two objects", (2,))):
+        some = [r for r, (scene, _) in zip(rows, pairs) if len(scene.things) in wanted]
+        if some:
+            shares = " | ".join(f"{100 * sum(r[k] for r in some) / len(some):.1f} %" for k in some[0])
+            print(f"| {title}, {len(some)} | {shares} |")
     if clips:
         sheet = args.out / f"{name}_{args.res}.png"
         media.write_contact_sheet(sheet, clips, captions)

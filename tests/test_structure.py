@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "videodiff"
 
 # From the bottom up. A module may import modules of its own layer or of a layer below it.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("version", "errors"),
+    ("version", "errors", "files"),
     ("grid", "configs", "resources", "metrics", "noise", "compile_cache"),
     ("kernels", "schedule", "media", "latents"),
     ("attention",),

@@ -17,6 +17,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from videodiff.files import atomic_path
+
 FORMAT = "videodiff.latents.1"
 
 
@@ -54,14 +56,9 @@ class SavedLatents:
             "seeds": list(self.seeds),
             "metadata": dict(self.metadata),
         }
-        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with atomic_path(target) as partial:
             tensors = {"latents": np.ascontiguousarray(self.latents, np.float32)}
             save_file(tensors, partial, {"format": FORMAT, "about": json.dumps(about, ensure_ascii=False)})
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
         return target
 
     @classmethod

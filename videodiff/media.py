@@ -1,6 +1,6 @@
 """Frames -> files: mp4, gif, PNG frames, contact sheets, with colour tags and the metadata that repeats a run.
 
-Owns: the float -> uint8 rule, colour conversion, file formats, whole-or-nothing writing. Does not own: which files a
+Owns: the float -> uint8 rule, colour conversion, file formats. Does not own: which files a
 run writes (`result`), judging frames (`metrics`). Invariant: a file appears under its name complete, or not at all and
 the call raises; a video has exactly the size, frame count and rate it was given.
 """
@@ -13,8 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
+
+from videodiff.files import atomic_path
 
 QUALITY = 17  # x264 constant rate factor; visually close to lossless
 PathLike = str | os.PathLike[str]
@@ -86,22 +87,6 @@ def check_writable(path: PathLike) -> None:
         raise type(e)(
             e.errno, f"output {str(path)!r} cannot be written: {e.strerror} in {str(folder)!r}; choose another path"
         ) from e
-
-
-@contextmanager
-def atomic_path(path: PathLike) -> Iterator[Path]:
-    """A temporary name in the folder of ``path`` that becomes ``path`` when the block ends well, and else vanishes.
-
-    Makes missing folders. The temporary name keeps the suffix, from which encoders choose the format.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.stem[:80]}.{os.getpid()}.part{path.suffix}")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _checked(frames: np.ndarray) -> np.ndarray:

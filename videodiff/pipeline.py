@@ -328,7 +328,7 @@ class Pipeline:
                     head_dim=self.folder.transformer.attention_head_dim,
                 )
                 attends[density] = make_attend(name, spec)
-                executed[density] = float(getattr(attends[density], "executed_density", DENSE))
+                executed[density] = attends[density].executed_density
             graph, _ = nnx.split(self._transformer.module)
             self._programs[key] = (loop.StepPrograms(Denoiser(graph, attends)), executed)
         return self._programs[key]
@@ -465,26 +465,23 @@ def _encode_context(graph: Any, weights: Any, text: jax.Array, bias: jax.Array) 
 def choose_backends(requested: str, program: ScheduleProgram) -> dict[float, str]:
     """Which attention runs each density of a schedule.
 
+    The request has refused a backend that contradicts its schedule; what is left to see here is a sparse schedule that comes
+    out dense for this model and number of steps.
+
     Args:
       requested: "auto" (dense where the schedule is dense, svg where it is sparse), "dense" or "svg".
       program: the compiled schedule.
 
     Raises:
-      ValueError: a named backend that contradicts the schedule; nothing falls back.
+      ValueError: svg by name, and no step of this run is sparse; nothing falls back.
     """
-    if requested == "dense" and program.sparse:
-        raise ValueError(
-            f"attention_backend=dense computes every pair, but schedule {program.name} keeps {min(program.densities):g} of them; "
-            f"use --schedule dense, or attention_backend auto or svg"
-        )
+    assert not (requested == "dense" and program.sparse), "a request checks this"
     if requested == "svg" and not program.sparse:
         raise ValueError(
-            f"attention_backend=svg has nothing to do under schedule {program.name}, which is dense here; name a sparse schedule "
-            f"(aggressive, moderate, conservative) or use attention_backend auto or dense"
+            f"attention_backend=svg has nothing to do: schedule {program.name} is dense in every step of this run; use more steps, "
+            f"another schedule, or attention_backend auto"
         )
-    return {
-        d: "dense" if d == DENSE else ("svg" if requested in ("auto", "svg") else requested) for d in program.densities
-    }
+    return {d: "dense" if d == DENSE else "svg" for d in program.densities}
 
 
 def _adapt(pipe: Pipeline, callback: Callable[..., Any] | None) -> loop.StepEnd | None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from videodiff import media
+from videodiff.files import atomic_path
 
 
 def sibling(path: Path, index: int, count: int) -> Path:
@@ -24,13 +25,9 @@ def sibling(path: Path, index: int, count: int) -> Path:
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Write JSON through a temporary file, so that a reader never sees half of it."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
+    """Write JSON, whole or not at all."""
+    with atomic_path(path) as partial:
         partial.write_text(json.dumps(data, indent=1, ensure_ascii=False, default=_plain) + "\n", encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _plain(value: Any) -> Any:

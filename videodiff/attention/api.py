@@ -41,6 +41,11 @@ class HeadStats:
 class Attend(Protocol):
     """Self-attention as the transformer sees it: bound to a grid, a backend and a density by the pipeline."""
 
+    @property
+    def executed_density(self) -> float:
+        """Share of pairs that a call executes, sink included, for the report; 1 is dense."""
+        ...
+
     def __call__(
         self, q: jax.Array, k: jax.Array, v: jax.Array, *, layer: jax.Array, step: jax.Array
     ) -> tuple[jax.Array, HeadStats]:

@@ -7,6 +7,7 @@ of sparse heads, Pallas kernels. Invariant: the result does not depend on the ti
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -83,6 +84,29 @@ def dense_stats(batch: int, heads: int) -> HeadStats:
     return HeadStats(jnp.full((batch, heads), ROUTE_DENSE, jnp.int32), jnp.zeros((batch, heads), jnp.float32))
 
 
+@dataclass(frozen=True, eq=False)
+class DenseAttend:
+    """Attention over all pairs bound to one grid; an :class:`Attend`.
+
+    Args:
+      spec: what it was built from.
+    """
+
+    spec: AttentionSpec
+
+    @property
+    def executed_density(self) -> float:
+        """1: every pair."""
+        return 1.0
+
+    def __call__(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, *, layer: jax.Array, step: jax.Array
+    ) -> tuple[jax.Array, HeadStats]:
+        assert q.shape[1] == self.spec.grid.tokens, (q.shape, self.spec.grid)
+        with jax.named_scope("attend_dense"):
+            return dense_attention(q, k, v), dense_stats(q.shape[0], q.shape[2])
+
+
 @register("dense")
 def make_dense(spec: AttentionSpec) -> Attend:
     """Attention over all pairs; of ``spec`` only the grid matters, and that only to check sizes.
@@ -92,12 +116,4 @@ def make_dense(spec: AttentionSpec) -> Attend:
     """
     if spec.density != 1.0:
         raise ValueError(f"the dense backend executes every pair, got density={spec.density}; use 1.0 or backend 'svg'")
-
-    def attend(
-        q: jax.Array, k: jax.Array, v: jax.Array, *, layer: jax.Array, step: jax.Array
-    ) -> tuple[jax.Array, HeadStats]:
-        assert q.shape[1] == spec.grid.tokens, (q.shape, spec.grid)
-        with jax.named_scope("attend_dense"):
-            return dense_attention(q, k, v), dense_stats(q.shape[0], q.shape[2])
-
-    return attend
+    return DenseAttend(spec)

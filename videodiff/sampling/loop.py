@@ -26,6 +26,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from videodiff.files import atomic_path
 from videodiff.sampling.solvers import Solver, SolverState
 from videodiff.schedule import StepPlan
 
@@ -368,13 +369,8 @@ def save_state(path: str | os.PathLike[str], state: LoopState, request: Mapping[
         "history": str(len(state.solver.history)),
         "request": json.dumps(dict(request), ensure_ascii=False),
     }
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
+    with atomic_path(path) as partial:
         save_file({name: np.ascontiguousarray(t) for name, t in tensors.items()}, partial, metadata)
-        os.replace(partial, target)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def load_state(path: str | os.PathLike[str]) -> tuple[LoopState, dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from videodiff.files import atomic_path
 from videodiff.tiny import train_vae
 from videodiff.tiny.captions import training_scene
 from videodiff.tiny.world import Scene, render
@@ -61,7 +62,7 @@ def build(run: Path, minutes: float, seed: int = 0) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     model, params = train_vae.load(run)
     encode = jax.jit(lambda p, v: model.module(p).encode(v)[0])
-    serial = len(list(folder.glob("*.pkl")))
+    serial = len(list(folder.glob("[0-9]*.pkl")))
     rng = np.random.default_rng([seed, 17, serial])
     spent = {k.name: 0.0 for k in KINDS}
     began = time.time()
@@ -75,9 +76,8 @@ def build(run: Path, minutes: float, seed: int = 0) -> None:
             clip = render(scene, kind.frames, kind.height, kind.width)
             latents.append(np.asarray(encode(params, clip[None] * 2 - 1))[0].astype(np.float16))
             scenes.append(scene)
-        partial = folder / f".{kind.name}_{seed}_{serial:05d}.part"
-        partial.write_bytes(pickle.dumps((kind.name, scenes, np.stack(latents))))
-        partial.rename(folder / f"{kind.name}_{seed}_{serial:05d}.pkl")
+        with atomic_path(folder / f"{kind.name}_{seed}_{serial:05d}.pkl") as partial:
+            partial.write_bytes(pickle.dumps((kind.name, scenes, np.stack(latents))))
         serial += 1
         spent[kind.name] += time.time() - start
         print(f"bank {kind.name} +{len(scenes)} in {time.time() - start:.1f} s", flush=True)
@@ -95,7 +95,7 @@ class Bank:
 
     def refresh(self) -> int:
         """Load chunks that were added since; returns how many clips there are."""
-        for file in sorted(self._folder.glob("*.pkl")):
+        for file in sorted(self._folder.glob("[0-9]*.pkl")):
             if file.name not in self._seen:
                 name, scenes, latents = pickle.loads(file.read_bytes())
                 self.scenes[name] += scenes

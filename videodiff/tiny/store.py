@@ -7,7 +7,6 @@ Invariant: a phase that was stopped goes on from its last checkpoint with the sa
 from __future__ import annotations
 
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+
+from videodiff.files import atomic_path
 
 Params = dict[str, jax.Array]
 
@@ -41,10 +42,8 @@ class Model:
 def save(path: Path, trees: dict[str, Any], meta: dict[str, Any]) -> None:
     """Write pytrees (their leaves, in order) and JSON metadata, whole or not at all."""
     arrays = {f"{name}:{i}": np.asarray(x) for name, tree in trees.items() for i, x in enumerate(jax.tree.leaves(tree))}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.part.npz")
-    np.savez(partial, **{"meta": np.array(json.dumps(meta))}, **arrays)  # type: ignore[arg-type]
-    os.replace(partial, path)
+    with atomic_path(path) as partial:
+        np.savez(partial, **{"meta": np.array(json.dumps(meta))}, **arrays)  # type: ignore[arg-type]
 
 
 def load(path: Path, like: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

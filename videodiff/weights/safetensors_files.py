@@ -21,6 +21,7 @@ from typing import Any, Self
 import ml_dtypes
 import numpy as np
 
+from videodiff.files import atomic_path
 from videodiff.weights.problems import Kind, Problem, WeightsError, raise_if
 
 BASE_NAMES = ("diffusion_pytorch_model", "model")
@@ -351,15 +352,10 @@ def write_safetensors(
         at = end
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as f:
-            f.write(len(raw).to_bytes(8, "little") + raw)
-            for name in specs:
-                for piece in chunks[name]:
-                    f.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
-            assert f.tell() == 8 + len(raw) + at, f"{name}: the pieces do not fill the tensors"
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_path(path) as partial, partial.open("wb") as f:
+        f.write(len(raw).to_bytes(8, "little") + raw)
+        for name in specs:
+            for piece in chunks[name]:
+                f.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+        assert f.tell() == 8 + len(raw) + at, f"{name}: the pieces do not fill the tensors"
     return at

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
+from videodiff.files import atomic_path
 from videodiff.weights.keys import KeyRule
 from videodiff.weights.load import BUFFER_BYTES, DtypeFor, largest_magnitude, path_text, source_shape
 from videodiff.weights.problems import Kind, Problem, raise_if
@@ -83,9 +84,8 @@ def _shards(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
 
 
 def _write_json(path: Path, data: Mapping[str, Any]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with atomic_path(path) as partial:
+        partial.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def save_component(
