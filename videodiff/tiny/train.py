@@ -19,7 +19,7 @@ from videodiff.weights import keys_text, keys_transformer, keys_vae
 from videodiff.weights.save import TRANSFORMERS_BASE, save_component, save_pipeline_index, unipc_scheduler_json
 
 PHASES = ("vae", "bank", "text", "dit", "export")
-MINUTES = {"vae": 12.0, "bank": 8.0, "text": 2.5, "dit": 50.0}  # of the first shipped model, two CPU cores
+MINUTES = {"vae": 15.0, "bank": 9.0, "text": 2.5, "dit": 72.0}  # of the shipped model, two CPU cores
 FLOW_SHIFT = 5.0
 
 
