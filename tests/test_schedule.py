@@ -172,6 +172,16 @@ def test_few_steps_lose_the_warm_up_and_say_so():
     assert not any("less than one step" in n for n in compiled("aggressive", "tiny", "720p", 4).notes)
 
 
+@pytest.mark.parametrize("share", [1e-300, 2.3e-309])
+def test_a_share_no_number_of_steps_can_meet_asks_for_a_larger_share(share):
+    body = {"dense_steps": {"share": share}, "resolutions": {"480p": {"density": 0.5}}}
+    schedule = parse_schedule({"name": "x", "models": {"m": body}}, SIZES, "x.yaml")
+    program = compile_schedule(
+        schedule, model="m", height=480, width=832, sigmas=np.linspace(1, 0, 9), num_layers=2, guided=True
+    )
+    assert any("use a share of at least 0.125" in n for n in program.notes)
+
+
 def test_sigma_threshold_counts_steps_at_or_above_it():
     """A flow shift g makes the first g x / (1 + (g - 1) x) of unshifted steps those with t > 1000 (1 - x)."""
     body = {"dense_steps": {"sigma": 0.9}, "resolutions": {"480p": {"density": 0.5}}}

@@ -20,6 +20,7 @@ import yaml
 
 from videodiff.errors import closest
 from videodiff.resources import config_dir
+from videodiff.sampling.sigmas import TRAIN_TIMESTEPS
 
 SINKS = ("prefix", "none", "first_frame")
 DENSE = 1.0
@@ -339,6 +340,13 @@ def load_schedule(which: str) -> Schedule:
     return parse_schedule(data, resolution_sizes(), path.name)
 
 
+def _one_dense_step(share: float, steps: int) -> str:
+    """What makes one of the steps dense: more steps, where the model was trained on that many, or a larger share."""
+    if share * TRAIN_TIMESTEPS >= 1:
+        return f"at least {math.ceil(1 / share)} steps"
+    return f"a share of at least {math.ceil(1000 / steps) / 1000:g}"
+
+
 def compile_schedule(
     schedule: Schedule, *, model: str, height: int, width: int, sigmas: Sequence[float], num_layers: int, guided: bool
 ) -> ScheduleProgram:
@@ -374,7 +382,7 @@ def compile_schedule(
         if sparsity.dense_steps and not count:
             notes.append(
                 f"dense_steps share {sparsity.dense_steps:g} of {steps} steps is less than one step, so none runs dense and the "
-                f"quality suffers; use at least {math.ceil(1 / sparsity.dense_steps)} steps"
+                f"quality suffers; use {_one_dense_step(sparsity.dense_steps, steps)}"
             )
     plans = (dense,) * count + (mixed,) * (steps - count)
     return ScheduleProgram(schedule.name, schedule.digest, resolution, sparsity, plans, tuple(notes))
