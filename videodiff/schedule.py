@@ -20,10 +20,10 @@ import yaml
 
 from videodiff.errors import closest
 from videodiff.resources import config_dir
-from videodiff.sampling.sigmas import TRAIN_TIMESTEPS
 
 SINKS = ("prefix", "none", "first_frame")
 DENSE = 1.0
+MOST_STEPS = 1000  # as many as the models were trained on: advice never asks for more
 
 
 @dataclass(frozen=True)
@@ -341,8 +341,8 @@ def load_schedule(which: str) -> Schedule:
 
 
 def _one_dense_step(share: float, steps: int) -> str:
-    """What makes one of the steps dense: more steps, where the model was trained on that many, or a larger share."""
-    if share * TRAIN_TIMESTEPS >= 1:
+    """What makes one of the steps dense: more steps, up to MOST_STEPS, or a larger share."""
+    if share * MOST_STEPS >= 1:
         return f"at least {math.ceil(1 / share)} steps"
     return f"a share of at least {math.ceil(1000 / steps) / 1000:g}"
 
