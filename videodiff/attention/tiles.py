@@ -21,7 +21,7 @@ from videodiff.grid import TokenGrid, TokenOrder
 
 WINDOW_BLOCK = 128  # the published window is a multiple of this
 QUERY_TILE = 1024  # tokens, about; the real ones divide the grid
-KEY_TILE = 512
+KEY_TILE = 1024
 MIN_QUERY_TILE = 64
 MIN_KEY_TILE = 32
 
