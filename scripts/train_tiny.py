@@ -1,4 +1,7 @@
-"""Train the shipped model from nothing: VAE, text encoder, transformer, export. Every phase can be stopped and run again."""
+"""Train the shipped model: VAE, bank of clips, text encoder, transformer, export, or ``start`` from the one that ships.
+
+Every phase can be stopped and run again.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from pathlib import Path
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("phase", choices=("vae", "bank", "text", "dit", "export", "all"))
+    parser.add_argument("phase", choices=("start", "vae", "bank", "text", "dit", "export", "all"))
     parser.add_argument("--run", type=Path, default=Path("runs/tiny"), help="folder of checkpoints, logs and latents")
     parser.add_argument("--minutes", type=float, help="time budget of the phase; 'all' takes every phase's default")
     parser.add_argument("--seed", type=int, default=0)

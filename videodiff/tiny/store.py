@@ -34,6 +34,11 @@ class Model:
         """An NNX state with these parameters."""
         return nnx.from_flat_state({p: self._template[p].replace(params[n]) for n, p in self._paths.items()})
 
+    def named(self, state: nnx.State) -> Params:
+        """The parameters of an NNX state by name: the inverse of :meth:`state`."""
+        flat = dict(nnx.to_flat_state(state))
+        return {n: flat[p].get_value() for n, p in self._paths.items()}
+
     def module(self, params: Params) -> Any:
         """The module with these parameters; traceable."""
         return nnx.merge(self.graph, self.state(params))
