@@ -23,7 +23,7 @@ from videodiff.weights.keys import KeyRule
 from videodiff.weights.load import load_state
 from videodiff.weights.save import TRANSFORMERS_BASE, save_component, save_pipeline_index, unipc_scheduler_json
 
-START = "start"  # instead of "vae" and "text": from the model that ships
+START = "start"  # from the model that ships, instead of "vae" and "text"
 PHASES = ("vae", "bank", "text", "dit", "export")
 MINUTES = {"vae": 15.0, "bank": 9.0, "text": 2.5, "dit": 72.0}  # of the shipped model, two CPU cores
 FLOW_SHIFT = 5.0
@@ -84,8 +84,9 @@ def start(folder: Path) -> None:
     np.savez(folder / "statistics.npz", mean=np.array(vae_config.latents_mean), std=np.array(vae_config.latents_std))
     store.save(folder / "text.npz", {"params": text_params}, {"steps": 0})
     store.save(folder / "vae.npz", {"params": vae_params}, {"step": 0})
-    trees = {"params": params, "opt": optim.make(params).init(params), "ema": params}
-    store.save(folder / "dit_checkpoint.npz", trees, {"seconds": 0.0, "step": 0})
+    trees, meta = {"params": params, "opt": optim.make(params).init(params), "ema": params}, {"seconds": 0.0, "step": 0}
+    store.save(folder / "dit_checkpoint.npz", trees, meta)
+    store.save(folder / "dit.npz", {"params": params}, meta)
     print(f"{folder}: starts from the shipped model; go on with the phases bank and dit")
 
 
