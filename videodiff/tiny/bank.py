@@ -27,18 +27,14 @@ class Kind:
     Args:
       frames, height, width: pixels; 16-multiples, 32 for whole tokens.
       share: of the tokens the transformer trains on.
-      draw: share of the time spent drawing and encoding; large clips take long.
-      batch: clips a step, 1300 to 2300 tokens.
-      keep: tokens of a clip that a step looks at; 0 for all of them. See ``train_dit``.
+      batch: clips a step, about 1300 tokens.
     """
 
     frames: int
     height: int
     width: int
     share: float
-    draw: float
     batch: int
-    keep: int = 0
 
     @property
     def name(self) -> str:
@@ -46,23 +42,16 @@ class Kind:
 
     @property
     def tokens(self) -> int:
-        """Of a whole clip."""
         return (1 + (self.frames - 1) // 4) * (self.height // 32) * (self.width // 32)
-
-    @property
-    def seen(self) -> int:
-        """Tokens of a step."""
-        return self.batch * (self.keep or self.tokens)
 
 
 KINDS = (
-    Kind(17, 256, 256, 0.34, 0.13, 4),
-    Kind(17, 192, 192, 0.10, 0.04, 7),
-    Kind(17, 256, 448, 0.10, 0.05, 2),
-    Kind(17, 480, 832, 0.18, 0.20, 1),
-    Kind(17, 704, 1280, 0.12, 0.24, 1, keep=2200),
-    Kind(17, 1440, 2560, 0.12, 0.30, 1, keep=2250),
-    Kind(1, 704, 1280, 0.04, 0.04, 2),
+    Kind(17, 256, 256, 0.50, 4),
+    Kind(17, 192, 192, 0.18, 7),
+    Kind(17, 256, 448, 0.12, 2),
+    Kind(5, 480, 832, 0.10, 2),
+    Kind(1, 704, 1280, 0.06, 2),
+    Kind(1, 1440, 2560, 0.04, 1),
 )
 CHUNK = 24
 
@@ -79,10 +68,10 @@ def build(run: Path, minutes: float, seed: int = 0) -> None:
     began = time.time()
     while time.time() - began < 60 * minutes:
         # the kind that is furthest behind its share of the drawing time
-        kind = min(KINDS, key=lambda k: spent[k.name] / k.draw)
+        kind = min(KINDS, key=lambda k: spent[k.name] / k.share)
         start = time.time()
         scenes, latents = [], []
-        for _ in range(max(1, CHUNK * 65536 // max(65536, kind.height * kind.width))):
+        for _ in range(CHUNK if kind.height <= 480 else CHUNK // 4):
             scene = training_scene(rng, kind.width / kind.height)
             clip = render(scene, kind.frames, kind.height, kind.width)
             latents.append(np.asarray(encode(params, clip[None] * 2 - 1))[0].astype(np.float16))

@@ -3,9 +3,6 @@
 Owns: their configs, the warm start of the text encoder, the flow-matching objective, prompt dropout. Does not own: latents
 (`bank`), the classes. Padding is trained as it is used: one zero row stands for all rows after the prompt's end
 (`text.encode.fold_padding`).
-
-Large grids are trained on a random subset of their tokens, at their true positions: softmax over a subset drawn evenly is
-an estimate of softmax over all of them, so the model meets the distances of 2560x1440 at a hundredth of the price.
 """
 
 from __future__ import annotations
@@ -121,12 +118,6 @@ def training_shift(tokens: int) -> float:
     return 3.0 * max(1.0, (tokens / 320) ** 0.35)
 
 
-def patchify(latents: jax.Array) -> jax.Array:
-    """[B, F, Y, X, C] -> [B, N, 4 C]: the numbers of each 2x2 token."""
-    b, f, y, x, c = latents.shape
-    return latents.reshape(b, f, y // 2, 2, x // 2, 2, c).transpose(0, 1, 2, 4, 3, 5, 6).reshape(b, -1, 4 * c)
-
-
 @dataclasses.dataclass
 class Trainer:
     """Models, optimiser and one compiled step a clip size."""
@@ -149,36 +140,24 @@ class Trainer:
 
         return self.text.module(take("text/")), self.dit.module(take("dit/"))
 
-    def loss(self, params, latents, ids, mask, sigma, noise, tokens) -> jax.Array:
-        """Squared error of the velocity, [B]; latents [B, F, Y, X, C] normalised, sigma [B], tokens [K] or None for all."""
+    def loss(self, params, latents, ids, mask, sigma, noise) -> jax.Array:
+        """Squared error of the velocity, [B]; latents [B, F, Y, X, C] normalised, sigma [B]."""
         encoder, dit = self.parts(params)
+        _, f, y, x, _ = latents.shape
+        attend = make_attend("dense", AttentionSpec(TokenGrid(f, y // 2, x // 2), head_dim=DIT.attention_head_dim))
         s = sigma[:, None, None, None, None]
-        context = dit.encode_context(*_split(encoder, ids, mask))
-        x, mod = dit.embed((1 - s) * latents + s * noise, 1000 * sigma)
-        target = patchify(noise - latents)
-        if tokens is not None:
-            x, target = x[:, tokens], target[:, tokens]
-            mod = dataclasses.replace(mod, cos=mod.cos[tokens], sin=mod.sin[tokens])
-        grid = TokenGrid(1, 1, x.shape[1])  # every backend of training is dense: only the count matters
-        attend = make_attend("dense", AttentionSpec(grid, head_dim=DIT.attention_head_dim))
-        x, _ = dit.blocks(x, mod, context, 0, DIT.num_layers, attend, 0)
-        return jnp.mean((patchify(dit.head(x, mod, grid)) - target) ** 2, axis=(1, 2))
+        v = dit((1 - s) * latents + s * noise, 1000 * sigma, dit.encode_context(*_split(encoder, ids, mask)), attend)
+        return jnp.mean((v - (noise - latents)) ** 2, axis=(1, 2, 3, 4))
 
     @functools.cached_property
     def step(self) -> Any:
-        @functools.partial(jax.jit, donate_argnums=(0, 1, 2), static_argnums=10)
-        def step(params, state, ema, latents, ids, mask, key, lr, shift, decay, keep):
-            k1, k2, k3 = jax.random.split(key, 3)
+        @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+        def step(params, state, ema, latents, ids, mask, key, lr, shift, decay):
+            k1, k2 = jax.random.split(key)
             s = jax.nn.sigmoid(jax.random.normal(k1, (latents.shape[0],)))
             sigma = shift * s / (1 + (shift - 1) * s)
             noise = jax.random.normal(k2, latents.shape)
-            tokens = None
-            if keep:
-                _, f, y, x, _ = latents.shape
-                edges = jnp.arange(keep) * (f * y * x // 4 / keep)  # one token from each of equal stretches
-                tokens = (edges + jax.random.uniform(k3, (keep,)) * (f * y * x // 4 / keep)).astype(jnp.int32)
-            loss = lambda p: self.loss(p, latents, ids, mask, sigma, noise, tokens).mean()  # noqa: E731
-            value, grads = jax.value_and_grad(loss)(params)
+            value, grads = jax.value_and_grad(lambda p: self.loss(p, latents, ids, mask, sigma, noise).mean())(params)
             updates, state = self.opt.update(grads, state, params)
             params = {n: params[n] - lr * (1.0 if self.muon[n] else 0.5) * updates[n] for n in params}
             ema = {n: decay * ema[n] + (1 - decay) * params[n] for n in params}
@@ -210,7 +189,7 @@ def train(run: Path, minutes: float, seed: int = 0, peak: float = 3e-3) -> None:
         trees, meta = store.load(checkpoint, trees)
     rng = np.random.default_rng([seed, meta["step"]])
     log, total = store.Log(run / "dit_log.jsonl"), 60 * minutes
-    shares = np.array([k.share / k.seen for k in KINDS])
+    shares = np.array([k.share / (k.tokens * k.batch) for k in KINDS])
     losses: dict[str, float] = {}
     last, saved = time.time(), time.time()
     while meta["seconds"] < total:
@@ -223,17 +202,7 @@ def train(run: Path, minutes: float, seed: int = 0, peak: float = 3e-3) -> None:
         key = jax.random.fold_in(jax.random.key(seed), i)
         decay = min(EMA, 1 - 1 / (1 + 0.1 * i))
         params, opt, ema, value = trainer.step(
-            trees["params"],
-            trees["opt"],
-            trees["ema"],
-            latents,
-            ids,
-            mask,
-            key,
-            lr,
-            training_shift(kind.tokens),
-            decay,
-            kind.keep,
+            trees["params"], trees["opt"], trees["ema"], latents, ids, mask, key, lr, training_shift(kind.tokens), decay
         )
         trees = {"params": params, "opt": opt, "ema": ema}
         value = float(value)
