@@ -457,6 +457,24 @@ def test_rerun_of_other_files(capsys, pipe):
     assert "name the folder with --model_path" in fails(capsys, "rerun", "mine.gif")
 
 
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (
+            {"weights": "0123456789ab"},
+            "x.gif was made with other weights (0123456789ab) than those of the shipped model",
+        ),
+        ({"initial_noise": "0123456789ab"}, "began from given latents, which the file does not hold"),
+        ({"prompt_embeds": "0123456789ab"}, "took prompt_embeds, which its files do not hold"),
+    ],
+)
+def test_rerun_refuses_what_it_cannot_repeat(capsys, pipe, extra, words):
+    about = make_request(prompt="a", seed=1).resolve(model_info("tiny")).metadata() | extra
+    media.write_gif("x.gif", np.zeros((2, 16, 16, 3), np.uint8), fps=8, metadata=about)
+    assert words in fails(capsys, "rerun", "x.gif")
+    assert not pipe.calls
+
+
 def test_decode(capsys, pipe):
     saved = SavedLatents(np.zeros((1, 16, 1, 2, 2), np.float32), 32, 32, 8, "tiny", ("a",), (1,))
     saved.save("x.latents.safetensors")

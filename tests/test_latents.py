@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from videodiff.latents import SavedLatents
@@ -38,3 +39,14 @@ def test_what_is_not_one(tmp_path):
     bad = saved(latents=np.full((1, 4, 1, 3, 4), np.nan)).save(tmp_path / "nan.safetensors")
     with pytest.raises(ValueError, match="NaN or infinity"):
         SavedLatents.load(bad)
+
+
+def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path, monkeypatch):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device")
+
+    monkeypatch.setattr("videodiff.latents.save_file", full)
+    saved = SavedLatents(np.zeros((1, 4, 1, 2, 2), np.float32), 32, 32, 8, "tiny", ("a",), (1,))
+    with pytest.raises(OSError, match=r"x\.safetensors cannot be written: .*No space left.*; free space there"):
+        saved.save(tmp_path / "x.safetensors")
+    assert not list(tmp_path.iterdir())

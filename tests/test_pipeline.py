@@ -1,6 +1,8 @@
 """The pipeline's promises on a small random model: batches, seeds, latents, callbacks, interruption, bad weights."""
 
 import json
+import re
+import shutil
 
 import numpy as np
 import pytest
@@ -195,3 +197,90 @@ def test_backend_and_schedule_must_agree(pipe):
 def test_one_branch_without_guidance(pipe):
     out = pipe.generate("a red ball", seed=7, output_type="np", **(SIZE | {"guidance_scale": 1.0}))
     assert not out.report["steps"][0]["guided"]
+
+
+@pytest.fixture(scope="module")
+def other(folder, tmp_path_factory):
+    """The same shapes with other weights: one bit of the VAE's last tensor."""
+    copy = tmp_path_factory.mktemp("models") / "other"
+    shutil.copytree(folder, copy)
+    file = next((copy / "vae").glob("*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(bytes(data))
+    return Pipeline.from_pretrained(copy)
+
+
+def test_a_fingerprint_follows_the_weights_not_the_place(folder, pipe, other, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    assert Pipeline.from_pretrained(tmp_path / "copy").weights == pipe.weights
+    assert other.weights != pipe.weights
+
+
+def test_a_run_is_not_finished_with_other_weights(pipe, other, tmp_path):
+    result = pipe.generate("a red ball", seed=7, output_path=tmp_path / "a.mp4", **SIZE)
+    with pytest.raises(ValueError, match=r"made with other weights .* name their folder with --model_path"):
+        other.decode(result.latents_path)
+
+    def stop(pipeline, step, timestep, values):
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as caught:
+        pipe.generate("a red ball", seed=7, output_path=tmp_path / "b.mp4", callback_on_step_end=stop, **SIZE)
+    with pytest.raises(ValueError, match="made with other weights"):
+        other.generate("a red ball", seed=7, resume=caught.value.state_path, **SIZE)
+
+
+def test_what_was_given_besides_text_is_in_the_metadata(pipe, tmp_path):
+    embeds = np.ones((1, 4, pipe.folder.transformer.text_dim), np.float32)
+    noise = np.random.default_rng(0).standard_normal((1, 4, 2, 4, 6))
+    about = pipe.generate(prompt_embeds=embeds, latents=noise, seed=7, **SIZE).metadata
+    assert {"weights", "prompt_embeds", "initial_noise"} <= about.keys()
+    assert "initial_noise" not in pipe.generate(prompt_embeds=2 * embeds, seed=7, **SIZE).metadata
+
+    def stop(pipeline, step, timestep, values):
+        raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted) as caught:
+        pipe.generate(
+            prompt_embeds=embeds,
+            latents=noise,
+            seed=7,
+            output_path=tmp_path / "a.mp4",
+            callback_on_step_end=stop,
+            **SIZE,
+        )
+    state = caught.value.state_path
+    with pytest.raises(ValueError, match=r"made by another request \(prompt_embeds"):
+        pipe.generate(prompt_embeds=2 * embeds, seed=7, resume=state, **SIZE)
+    resumed = pipe.generate(prompt_embeds=embeds, seed=7, resume=state, **SIZE)
+    assert resumed.metadata == about
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"model_path": "nowhere"},
+            "model_path='nowhere' changes nothing in generate; give it to Pipeline.from_pretrained",
+        ),
+        ({"model": "wan2.1-t2v-14b"}, "give it to Pipeline.from_pretrained"),
+        ({"gif": True}, "gif=True changes nothing in generate; give it to Result.save"),
+        ({"quality": 20}, "give it to Result.save"),
+        ({"dtype": "bfloat16"}, "loaded in float32; give it to Pipeline.from_pretrained"),
+    ],
+)
+def test_options_a_loaded_pipeline_cannot_follow_are_refused(pipe, options, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        pipe.generate("a red ball", **options, **SIZE)
+
+
+def test_embeddings_are_checked(pipe):
+    width = pipe.folder.transformer.text_dim
+    with pytest.raises(
+        ValueError, match=rf"prompt_embeds must be \[prompts, tokens, {width}\] .* \(1, 4, {width + 1}\)"
+    ):
+        pipe.generate(prompt_embeds=np.ones((1, 4, width + 1)), **SIZE)
+    good = np.ones((1, 4, width))
+    with pytest.raises(ValueError, match="negative_prompt_embeds holds NaN"):
+        pipe.generate(prompt_embeds=good, negative_prompt_embeds=good * np.nan, **SIZE)

@@ -307,6 +307,7 @@ def _resumed(values: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"resume={str(state)!r} is not the state of an interrupted run; finished latents are decoded with `videodiff decode`"
         )
+    _refuse_embeds(about, "resume")
     model = None if values.get("model_path") else about.get("model")
     made = request_from_metadata(about, model=model)
     options = {k: v for k, v in vars(made).items() if v is not None and k != "sources"}
@@ -314,6 +315,14 @@ def _resumed(values: Mapping[str, Any]) -> dict[str, Any]:
         stem = state.name.removesuffix(".safetensors").removesuffix(".state")
         options["output_path"] = str(free_name(state.with_name(f"{stem}.mp4")))
     return {**options, **values}
+
+
+def _refuse_embeds(about: Mapping[str, Any], verb: str) -> None:
+    """Text that was given as numbers is in no file."""
+    if "prompt_embeds" in about:
+        raise ValueError(
+            f"the run took prompt_embeds, which its files do not hold; {verb} it from Python, with the same prompt_embeds"
+        )
 
 
 def prepare_rerun(args: argparse.Namespace) -> Job:
@@ -327,12 +336,18 @@ def prepare_rerun(args: argparse.Namespace) -> Job:
         raise UsageError(f"{args.file!r} does not exist")
     about = media.read_metadata(source)
     try:
+        _refuse_embeds(about, "repeat")
+        if "initial_noise" in about:
+            raise ValueError(
+                "the run began from given latents, which the file does not hold; repeat it with Pipeline.generate(latents=...)"
+            )
         changes = {k: v for k, v in values.items() if k not in OUTPUT}
         request = request_from_metadata(about, **changes, sources={"flow_shift": source.name})
     except ValueError as error:
         raise ValueError(f"{args.file}: {error}") from None
     folder, info = choose_model(_named(about, values), values.get("model_path"), weights=True)
     resolved = request.resolve(info)
+    _check_weights(args.file, about, folder)
     if about.get("schedule_digest") not in (None, resolved.schedule_digest):
         _say(
             quiet,
@@ -342,6 +357,21 @@ def prepare_rerun(args: argparse.Namespace) -> Job:
         _say(quiet, f"{source.name} was made by version {about['version']}; this is {__version__}")
     path = Path(values.get("output_path") or free_name(source.with_name(f"{source.stem}-rerun.mp4")))
     return _announced(request, resolved, folder, path, values, quiet)
+
+
+def _check_weights(file: str, about: Mapping[str, Any], folder: str | None) -> None:
+    """Refuse to repeat a run with weights that did not make it."""
+    if "weights" not in about:  # of an earlier version
+        return
+    from videodiff.resources import shipped_model
+    from videodiff.weights.folder import open_folder
+
+    ours = open_folder(folder or shipped_model()).fingerprint()
+    if ours != about["weights"]:
+        raise ValueError(
+            f"{file} was made with other weights ({about['weights']}) than those of {folder or 'the shipped model'} ({ours}); "
+            f"name their folder with --model_path"
+        )
 
 
 def _named(about: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:

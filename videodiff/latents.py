@@ -45,7 +45,11 @@ class SavedLatents:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the file whole or not at all."""
+        """Write the file whole or not at all.
+
+        Raises:
+          OSError: no space, or no right to write there.
+        """
         target = Path(path)
         about = {
             "height": self.height,
@@ -58,7 +62,12 @@ class SavedLatents:
         }
         with atomic_path(target) as partial:
             tensors = {"latents": np.ascontiguousarray(self.latents, np.float32)}
-            save_file(tensors, partial, {"format": FORMAT, "about": json.dumps(about, ensure_ascii=False)})
+            try:
+                save_file(tensors, partial, {"format": FORMAT, "about": json.dumps(about, ensure_ascii=False)})
+            except SafetensorError as error:
+                raise OSError(
+                    f"{target} cannot be written: {error}; free space there, or choose another place"
+                ) from None
         return target
 
     @classmethod

@@ -7,6 +7,7 @@ are checked, and a failure leaves no half-written file.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import time
@@ -28,7 +29,7 @@ from videodiff.grid import VideoGeometry
 from videodiff.latents import SavedLatents
 from videodiff.memory import MemoryPlan, Workload, available_memory, check_memory
 from videodiff.models.transformer import Context
-from videodiff.request import ResolvedRequest, info_for_folder, make_request
+from videodiff.request import GenerateRequest, ResolvedRequest, info_for_folder, make_request
 from videodiff.resources import shipped_model
 from videodiff.result import Result
 from videodiff.sampling import loop
@@ -158,7 +159,10 @@ class Pipeline:
         began = time.perf_counter()
         embeds = self._given_embeds(prompt_embeds, negative_prompt_embeds)
         embedded = None if embeds[0] is None else len(embeds[0])
-        request = make_request(prompt=prompt, **options).resolve(self.info, embedded=embedded)
+        asked = make_request(prompt=prompt, **options)
+        self._refuse_elsewhere(asked)
+        request = asked.resolve(self.info, embedded=embedded)
+        metadata = self._metadata(request, embeds, latents, resume)
         job = self._plan(request, encode_text=embedded is None or (request.guided and embeds[1] is None))
         if output_path is not None:
             media.check_writable(output_path)
@@ -167,8 +171,9 @@ class Pipeline:
             log.info(note)
         times: dict[str, float] = {"plan_s": time.perf_counter() - began}
         context = self._context(job, embeds, times, progress)
-        result = self._denoise(job, context, latents, output_path, resume, callback_on_step_end, times, progress)
-        metadata = request.metadata()
+        result = self._denoise(
+            job, context, latents, output_path, resume, metadata, callback_on_step_end, times, progress
+        )
         final = np.asarray(result.latents)
         if not job.keep:
             self._transformer.free()
@@ -203,9 +208,10 @@ class Pipeline:
           output_type: "uint8" or "np".
 
         Raises:
-          FileNotFoundError, ValueError: no such file, a damaged one, or one of another model.
+          FileNotFoundError, ValueError: no such file, a damaged one, or one of another model or other weights.
         """
         saved = SavedLatents.load(path)
+        self._same_weights(path, saved.metadata)
         b, c, f, y, x = saved.latents.shape
         layout = self.info.layout
         geometry = VideoGeometry(saved.height, saved.width, layout.temporal_factor * (f - 1) + 1, layout)
@@ -223,12 +229,64 @@ class Pipeline:
 
     # --- what a call consists of -------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _given_embeds(embeds: Any, negative: Any) -> tuple[Any, Any]:
+    @cached_property
+    def weights(self) -> str:
+        """Which weights these are, see ``ModelFolder.fingerprint``."""
+        return self.folder.fingerprint()
+
+    def _same_weights(self, path: str | os.PathLike[str], made_with: Mapping[str, Any]) -> None:
+        """Refuse to go on with a file that other weights began."""
+        theirs = made_with.get("weights", self.weights)  # files of earlier versions do not say
+        if theirs != self.weights:
+            raise ValueError(
+                f"{path} was made with other weights ({theirs}) than those of {self.folder.path} ({self.weights}); name their "
+                f"folder with --model_path, or Pipeline.from_pretrained(folder)"
+            )
+
+    def _refuse_elsewhere(self, asked: GenerateRequest) -> None:
+        """Refuse options that a loaded pipeline cannot follow."""
+        owners = dict.fromkeys(("model", "model_path"), "Pipeline.from_pretrained") | dict.fromkeys(
+            ("gif", "frames_dir", "contact_sheet", "quality"), "Result.save"
+        )
+        for name, owner in owners.items():
+            value = getattr(asked, name)
+            if value not in (None, False) and not (name == "model" and value == self.info.name):
+                raise ValueError(f"{name}={value!r} changes nothing in generate; give it to {owner}")
+        if asked.dtype not in ("auto", self.dtype.name):
+            raise ValueError(
+                f"dtype={asked.dtype!r}, but this pipeline was loaded in {self.dtype.name}; give it to Pipeline.from_pretrained"
+            )
+
+    def _metadata(self, request: ResolvedRequest, embeds: tuple[Any, Any], latents: Any, resume: Any) -> dict[str, Any]:
+        """What repeats the run, and a digest of what was given besides: weights, embeddings, initial noise."""
+        about = request.metadata() | {"weights": self.weights}
+        for name, given in zip(("prompt_embeds", "negative_prompt_embeds"), embeds, strict=True):
+            if given is not None:
+                about[name] = _digest(given)
+        if resume is not None:  # the noise is behind it
+            _, made_with = loop.load_state(resume)
+            self._same_weights(resume, made_with)
+            about |= {k: made_with[k] for k in ("initial_noise",) if k in made_with}
+        elif latents is not None:
+            about["initial_noise"] = _digest(latents)
+        return about
+
+    def _given_embeds(self, embeds: Any, negative: Any) -> tuple[Any, Any]:
         if embeds is None:
             if negative is not None:
                 raise ValueError("negative_prompt_embeds needs prompt_embeds; give both, or text for both")
             return None, None
+        width = self.folder.transformer.text_dim
+        for name, given in (("prompt_embeds", embeds), ("negative_prompt_embeds", negative)):
+            if given is None:
+                continue
+            given = np.asarray(given, np.float32)
+            if given.ndim != 3 or given.shape[2] != width:
+                raise ValueError(
+                    f"{name} must be [prompts, tokens, {width}] for {self.info.name}, got shape {given.shape}"
+                )
+            if not np.isfinite(given).all():
+                raise ValueError(f"{name} holds NaN or infinity")
         return jnp.asarray(embeds, jnp.float32), None if negative is None else jnp.asarray(negative, jnp.float32)
 
     def _solver(self, request: ResolvedRequest) -> tuple[Solver, str]:
@@ -340,6 +398,7 @@ class Pipeline:
         latents: Any,
         output_path: str | os.PathLike[str] | None,
         resume: str | os.PathLike[str] | None,
+        about: dict[str, Any],
         callback: Callable[..., Mapping[str, Any] | None] | None,
         times: dict[str, float],
         progress: Progress | None,
@@ -349,7 +408,6 @@ class Pipeline:
         _, weights = nnx.split(self._transformer.module)
         operands = Operands(weights, context, jnp.asarray(job.request.guidance_scale, jnp.float32))
         shape = (job.batch, *job.geometry.latent_shape)
-        about = job.request.metadata()
         if resume is not None:
             state, made_with = loop.load_state(resume)
             different = sorted(k for k in about.keys() | made_with.keys() if about.get(k) != made_with.get(k))
@@ -460,6 +518,11 @@ class Pipeline:
 @partial(jax.jit, static_argnums=0)
 def _encode_context(graph: Any, weights: Any, text: jax.Array, bias: jax.Array) -> Context:
     return nnx.merge(graph, weights).encode_context(text, bias)
+
+
+def _digest(array: Any) -> str:
+    """Twelve hex digits of an array's values as float32."""
+    return hashlib.sha256(np.ascontiguousarray(array, np.float32).tobytes()).hexdigest()[:12]
 
 
 def choose_backends(requested: str, program: ScheduleProgram) -> dict[float, str]:
