@@ -22,8 +22,7 @@ from videodiff.grid import TokenGrid, TokenOrder
 WINDOW_BLOCK = 128  # the published window is a multiple of this
 QUERY_TILE = 1024  # tokens, about; the real ones divide the grid
 KEY_TILE = 1024
-MIN_QUERY_TILE = 64
-MIN_KEY_TILE = 32
+SMALL_TILE = 512
 
 
 class Sink(enum.Enum):
@@ -241,12 +240,12 @@ def _patches_per_tile(patches: int, frames: int, target: int) -> int:
 def choose_tile(grid: TokenGrid) -> tuple[int, int]:
     """Tokens of a (query, key) tile, multiples of F so that both token orders share one shape.
 
-    Small grids get small tiles: the band is followed in about 32 key tiles, down to a size where a tile costs more to
-    start than to compute.
+    Large grids follow the band in about 32 key tiles. Small ones get tiles of SMALL_TILE tokens, below which a tile costs more
+    to start than to compute, as long as that still makes 4 query tiles and 8 key tiles.
     """
     n = grid.tokens
-    q = min(QUERY_TILE, max(MIN_QUERY_TILE, n // 16))
-    k = min(KEY_TILE, max(MIN_KEY_TILE, n // 32))
+    q = min(QUERY_TILE, max(n // 16, min(SMALL_TILE, n // 4)))
+    k = min(KEY_TILE, max(n // 32, min(SMALL_TILE, n // 8)))
     per = [_patches_per_tile(grid.patches, grid.frames, target) for target in (q, k)]
     return grid.frames * per[0], grid.frames * per[1]
 
