@@ -347,7 +347,10 @@ def prepare_rerun(args: argparse.Namespace) -> Job:
         raise ValueError(f"{args.file}: {error}") from None
     folder, info = choose_model(_named(about, values), values.get("model_path"), weights=True)
     resolved = request.resolve(info)
-    _check_weights(args.file, about, folder)
+    from videodiff.resources import shipped_model
+    from videodiff.weights.folder import open_folder
+
+    open_folder(folder or shipped_model()).check_made(args.file, about)
     if about.get("schedule_digest") not in (None, resolved.schedule_digest):
         _say(
             quiet,
@@ -357,21 +360,6 @@ def prepare_rerun(args: argparse.Namespace) -> Job:
         _say(quiet, f"{source.name} was made by version {about['version']}; this is {__version__}")
     path = Path(values.get("output_path") or free_name(source.with_name(f"{source.stem}-rerun.mp4")))
     return _announced(request, resolved, folder, path, values, quiet)
-
-
-def _check_weights(file: str, about: Mapping[str, Any], folder: str | None) -> None:
-    """Refuse to repeat a run with weights that did not make it."""
-    if "weights" not in about:  # of an earlier version
-        return
-    from videodiff.resources import shipped_model
-    from videodiff.weights.folder import open_folder
-
-    ours = open_folder(folder or shipped_model()).fingerprint()
-    if ours != about["weights"]:
-        raise ValueError(
-            f"{file} was made with other weights ({about['weights']}) than those of {folder or 'the shipped model'} ({ours}); "
-            f"name their folder with --model_path"
-        )
 
 
 def _named(about: Mapping[str, Any], values: Mapping[str, Any]) -> str | None:

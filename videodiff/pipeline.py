@@ -211,7 +211,7 @@ class Pipeline:
           FileNotFoundError, ValueError: no such file, a damaged one, or one of another model or other weights.
         """
         saved = SavedLatents.load(path)
-        self._same_weights(path, saved.metadata)
+        self.folder.check_made(path, saved.metadata)
         b, c, f, y, x = saved.latents.shape
         layout = self.info.layout
         geometry = VideoGeometry(saved.height, saved.width, layout.temporal_factor * (f - 1) + 1, layout)
@@ -233,15 +233,6 @@ class Pipeline:
     def weights(self) -> str:
         """Which weights these are, see ``ModelFolder.fingerprint``."""
         return self.folder.fingerprint()
-
-    def _same_weights(self, path: str | os.PathLike[str], made_with: Mapping[str, Any]) -> None:
-        """Refuse to go on with a file that other weights began."""
-        theirs = made_with.get("weights", self.weights)  # files of earlier versions do not say
-        if theirs != self.weights:
-            raise ValueError(
-                f"{path} was made with other weights ({theirs}) than those of {self.folder.path} ({self.weights}); name their "
-                f"folder with --model_path, or Pipeline.from_pretrained(folder)"
-            )
 
     def _refuse_elsewhere(self, asked: GenerateRequest) -> None:
         """Refuse options that a loaded pipeline cannot follow."""
@@ -265,7 +256,7 @@ class Pipeline:
                 about[name] = _digest(given)
         if resume is not None:  # the noise is behind it
             _, made_with = loop.load_state(resume)
-            self._same_weights(resume, made_with)
+            self.folder.check_made(resume, made_with)
             about |= {k: made_with[k] for k in ("initial_noise",) if k in made_with}
         elif latents is not None:
             about["initial_noise"] = _digest(latents)

@@ -90,6 +90,22 @@ class ModelFolder:
                         digest.update(file.read(SAMPLE_BYTES))
         return digest.hexdigest()[:12]
 
+    def check_made(self, file: str | os.PathLike[str], about: Mapping[str, Any]) -> None:
+        """Refuse to go on with, or repeat, a run that other weights made.
+
+        Args:
+          file: what the run left, for the message.
+          about: its metadata; without "weights" (earlier versions) nothing is known and nothing refused.
+
+        Raises:
+          ValueError: it names another fingerprint.
+        """
+        if "weights" in about and about["weights"] != (ours := self.fingerprint()):
+            raise ValueError(
+                f"{file} was made with other weights ({about['weights']}) than those of {self.path} ({ours}); name their "
+                f"folder with --model_path, or Pipeline.from_pretrained(folder)"
+            )
+
     def describe(self) -> str:
         """A short table: component, class, files, parameters, size, dtypes on disk."""
         lines = [f"{self.pipeline_class} in {self.path}"]
