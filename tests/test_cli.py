@@ -91,6 +91,7 @@ SAMPLES = {
     "schedule": ("moderate", "moderate"), "attention_backend": ("svg", "svg"), "output_path": ("o.mp4", "o.mp4"),
     "quality": ("20", 20), "frames_dir": ("f", "f"), "num_videos_per_prompt": ("2", 2), "guidance_scale_2": ("3", 3.0),
     "boundary_ratio": ("0.9", 0.9), "image_path": ("i", "i"), "last_image": ("l", "l"), "lora_path": ("a", "a"),
+    "base_res": ("256p", "256p"), "denoise_strength": ("0.6", 0.6), "refine_steps": ("4", 4),
     "ulysses_degree": ("2", 2), "ring_degree": ("2", 2),
 }  # fmt: skip
 SWITCHES = [o.name for o in OPTIONS.values() if o.kind is None]

@@ -136,7 +136,9 @@ def test_every_shipped_schedule_keeps_its_promise(model, schedule):
         assert all(p.executed <= p.requested <= density for p in d.densities)
         assert d.dense_steps <= dense_share * len(d.steps)
         assert d.dense_steps >= 1
-        assert [s.step for s in d.steps] == list(range(1, d.request.num_inference_steps + 1))
+        assert [s.step for s in d.steps] == list(range(1, len(d.program.plans) + 1))
+        expected = d.request.num_inference_steps if d.request.base is None else d.request.refine_steps
+        assert len(d.steps) == expected
         assert all(s.layers_dense + s.layers_sparse == layers for s in d.steps)
         warm = [s.layers_sparse == 0 for s in d.steps]
         assert warm == sorted(warm, reverse=True), "the first steps are the dense ones"
@@ -254,3 +256,18 @@ def test_no_weights_are_needed(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "loaded []"
+
+
+def test_a_refined_run_shows_the_table_of_the_refinement_and_counts_the_pass_before():
+    d = described("tiny", "aggressive", res="1440p")
+    direct = described("tiny", "aggressive", res="1440p", base_res="none")
+    assert d.steps[0].sigma == pytest.approx(0.75)
+    assert len(d.steps) == 8
+    assert direct.base == 0 < d.base
+    dense, sparse = d.total_flops
+    assert d.speedup == pytest.approx(dense / (sparse - d.probe))
+    assert d.speedup < direct.speedup or len(direct.steps) != 8
+    assert d.json()["base"]["tokens"] == 560
+    assert direct.json()["base"] is None
+    assert "first     12 steps at 448x256 (560 tokens, dense)" in d.text()
+    assert "first " not in direct.text()

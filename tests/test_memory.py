@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from videodiff import memory
+from videodiff import memory, stages
 from videodiff.attention import AttentionSpec, make_attend
 from videodiff.configs import TextEncoderConfig, TransformerConfig, VaeConfig
 from videodiff.grid import LatentLayout, VideoGeometry
@@ -31,6 +32,7 @@ from videodiff.memory import (
 from videodiff.models.transformer import Context, WanTransformer
 from videodiff.models.vae import WanVAE
 from videodiff.text.umt5 import UMT5Encoder
+from videodiff.tiny.train_vae import CONFIG as SHIPPED_VAE
 
 WAN_1_3B = TransformerConfig(num_attention_heads=12, ffn_dim=8960, num_layers=30)
 VAE_2_1 = VaeConfig(latents_mean=(0.0,) * 16, latents_std=(1.0,) * 16)
@@ -218,6 +220,22 @@ def test_decode_stage_bounds_the_compiled_program() -> None:
     used = carried + temp_bytes(step.lower(state, z, carry).compile())
     planned = plan_memory(job).stages[-1].working
     assert used <= planned <= 2 * used
+
+
+def test_encode_stage_bounds_the_compiled_program() -> None:
+    """The published 2.1 VAE at 480p and the shipped one at 1440p: enlarging and encoding one latent frame."""
+    for vae, geometry in (
+        (VAE_2_1, VideoGeometry(480, 832, 81, LatentLayout(8, 4, (1, 2, 2), 16))),
+        (SHIPPED_VAE, VideoGeometry(1440, 2560, 17, LatentLayout(16, 4, (1, 2, 2), 16))),
+    ):
+        job = dataclasses.replace(JOB, vae=vae, geometry=geometry, encode_video=True)
+        graph, weights = nnx.split(nnx.eval_shape(lambda vae=vae: WanVAE(vae, rngs=nnx.Rngs(0))))
+        first, some = (jax.ShapeDtypeStruct((1, n, 256, 448, 3), jnp.float32) for n in (1, 4))
+        _, carry = jax.eval_shape(partial(stages._encode_first, graph, geometry=geometry), weights, first)
+        compiled = stages._encode_next.lower(graph, weights, some, geometry, carry).compile()
+        used = sum(4 * x.size for x in jax.tree.leaves(carry)) + temp_bytes(compiled)
+        planned = next(s for s in plan_memory(job).stages if s.name == "encoder").working
+        assert used <= planned <= 2.5 * used, (used, planned)
 
 
 def refused(job: Workload, gib: float) -> str:

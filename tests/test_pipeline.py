@@ -3,16 +3,22 @@
 import json
 import re
 import shutil
+from itertools import pairwise
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from tests.support.models import make_folder
-from videodiff import media
+from videodiff import media, noise, pipeline
+from videodiff.attention import AttentionSpec, make_attend
+from videodiff.grid import TokenGrid
 from videodiff.latents import SavedLatents
 from videodiff.memory import LIMIT_ENV, NotEnoughMemory
 from videodiff.pipeline import Interrupted, Pipeline
 from videodiff.sampling.loop import NonFiniteError
+from videodiff.text.encode import encode_prompts
 
 SIZE = {"height": 32, "width": 48, "num_frames": 5, "num_inference_steps": 3, "guidance_scale": 3.0}
 
@@ -67,8 +73,6 @@ def test_batch_item_equals_the_prompt_alone(pipe, one):
 
 
 def test_embeddings_in_place_of_text(pipe, one):
-    from videodiff.text.encode import encode_prompts
-
     text = encode_prompts(pipe._text.module, pipe.tokenizer, ["a red ball"])
     given = pipe.generate(prompt_embeds=np.asarray(text.embeds), seed=7, output_type="np", **SIZE)
     np.testing.assert_allclose(given.frames, one.frames, atol=1e-5)
@@ -284,3 +288,90 @@ def test_embeddings_are_checked(pipe):
     good = np.ones((1, 4, width))
     with pytest.raises(ValueError, match="negative_prompt_embeds holds NaN"):
         pipe.generate(prompt_embeds=good, negative_prompt_embeds=good * np.nan, **SIZE)
+
+
+# --- a smaller size first, then refinement -------------------------------------------------------------------------------
+
+REFINED = {"height": 64, "width": 96, "num_frames": 5, "num_inference_steps": 3, "base_res": "48x32", "refine_steps": 2}
+
+
+@pytest.fixture(scope="module")
+def refined(pipe):
+    return pipe.generate("a red ball", seed=7, output_type="np", **REFINED)
+
+
+def test_refinement_equals_its_parts_put_together_by_hand(pipe):
+    """The base is the direct run at that size; it is decoded, enlarged, encoded whole, noised, and integrated by Euler steps."""
+    options = REFINED | {"solver": "euler", "guidance_scale": 1.0, "denoise_strength": 0.6, "flow_shift": 2.0}
+    got = pipe.generate("a red ball", seed=7, output_type="latent", **options).frames
+    direct = {k: v for k, v in options.items() if k not in ("base_res", "refine_steps", "denoise_strength")}
+    small = pipe.generate("a red ball", seed=7, output_type="np", **(direct | {"height": 32, "width": 48})).frames
+    vae, dit = pipe._vae.module, pipe._transformer.module
+    large = jnp.clip(jax.image.resize(jnp.asarray(small), (1, 5, 64, 96, 3), "cubic"), 0, 1)
+    clean = vae.normalize(vae.encode(large * 2 - 1)[0])
+    key = jax.random.fold_in(jax.random.key(7), 1)
+    x = 0.4 * clean + 0.6 * jax.random.normal(key, clean.shape[1:])[None]
+    text = encode_prompts(pipe._text.module, pipe.tokenizer, ["a red ball"])
+    context = dit.encode_context(jnp.asarray(text.embeds))
+    attend = make_attend("dense", AttentionSpec(TokenGrid(2, 4, 6), head_dim=24))
+    half = 0.6 / (2 - 0.6) / 2  # halfway on the unshifted grid
+    levels = [0.6, 2 * half / (1 + half), 0.0]
+    for now, then in pairwise(levels):
+        x = x + (then - now) * dit(x, jnp.array([1000 * now], jnp.float32), context, attend)
+    assert np.linalg.norm(got - noise.to_published(np.asarray(x))) <= 1e-4 * np.linalg.norm(got)
+
+
+def test_a_refined_video_has_its_size_and_its_report(refined):
+    assert refined.frames.shape == (1, 5, 64, 96, 3)
+    assert [(p["name"], p["width"], p["steps"]) for p in refined.report["passes"]] == [
+        ("base", 48, 3),
+        ("refine", 96, 2),
+    ]
+    assert [s["pass"] for s in refined.report["steps"]] == ["base"] * 3 + ["refine"] * 2
+    assert refined.report["passes"][1]["first_sigma"] == pytest.approx(0.75)
+    assert {"base_s", "upscale_s", "refine_s", "denoise_s"} <= refined.report["stages"].keys()
+
+
+def test_a_refined_batch_item_equals_the_prompt_alone(pipe, refined):
+    batch = pipe.generate(["the cat jumps", "a red ball"], seed=7, output_type="np", **REFINED)
+    np.testing.assert_allclose(batch.frames[1], refined.frames[0], atol=2e-4)
+
+
+def test_the_schedule_is_for_the_refinement_and_the_base_stays_dense(pipe, tmp_path):
+    file = tmp_path / "half.yaml"
+    file.write_text("name: half\nmodels:\n  small:\n    sink: none\n    resolutions: {256p: {density: 0.9}}\n")
+    size = REFINED | {"height": 128, "width": 192, "num_frames": 9, "base_res": "96x64"}
+    steps = pipe.generate("a red ball", seed=7, schedule=str(file), **size).report["steps"]
+    assert [s["layers"][0]["kernel"] for s in steps] == ["dense"] * 3 + ["svg"] * 2
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_refined_run_is_resumed_in_the_pass_it_was_in(pipe, refined, tmp_path, at):
+    seen = []
+
+    def stop(p, step, timestep, kwargs):
+        seen.append((step, kwargs["latents"].shape[-1]))
+        if step == at:
+            raise KeyboardInterrupt
+
+    out = tmp_path / "ball.mp4"
+    with pytest.raises(Interrupted, match=f"after step {at + 1} of 5") as error:
+        pipe.generate("a red ball", seed=7, output_path=out, callback_on_step_end=stop, output_type="np", **REFINED)
+    assert seen == [(i, 6 if i < 3 else 12) for i in range(at + 1)]
+    resumed = pipe.generate("a red ball", seed=7, resume=error.value.state_path, output_type="np", **REFINED)
+    np.testing.assert_array_equal(resumed.frames, refined.frames)
+
+
+def test_freed_between_passes_gives_the_same_video(folder, refined, monkeypatch):
+    monkeypatch.setattr(pipeline, "KEEP_SHARE", 0.0)
+    pipe = Pipeline.from_pretrained(folder)
+    again = pipe.generate("a red ball", seed=7, output_type="np", **REFINED)
+    np.testing.assert_array_equal(again.frames, refined.frames)
+    assert pipe._transformer.loads == 2
+
+
+def test_given_noise_has_the_size_of_the_base(pipe):
+    noise = np.random.default_rng(0).normal(size=(1, 4, 2, 8, 12))
+    with pytest.raises(ValueError, match="sampled at 48x32 first, so this is the size of its noise"):
+        pipe.generate("a red ball", latents=noise, **REFINED)
+    pipe.generate("a red ball", latents=noise[..., :4, :6], **REFINED)

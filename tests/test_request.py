@@ -351,3 +351,67 @@ def test_a_schedule_may_bring_its_shift(tmp_path):
         r = resolve(TINY, schedule=str(file), **options)
         assert (r.flow_shift, r.flow_shift_source) == (shift, source)
     assert resolve(TINY, schedule="aggressive").flow_shift_source == "default of tiny"
+
+
+# --- sampling a smaller size first ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "base"),
+    [
+        ({"res": "256p"}, None),
+        ({"height": 256, "width": 448}, None),
+        ({"height": 288, "width": 512}, None),
+        ({"res": "480p"}, (256, 448)),
+        ({"res": "1440p"}, (256, 448)),
+        ({"height": 1280, "width": 720}, (448, 256)),
+        ({"height": 1024, "width": 1024}, (256, 256)),
+        ({"res": "1440p", "base_res": "none"}, None),
+        ({"res": "1440p", "base_res": "480p"}, (480, 832)),
+        ({"height": 1280, "width": 720, "base_res": "480p"}, (832, 480)),
+        ({"res": "1440p", "base_res": "640x352"}, (352, 640)),
+        ({"res": "256p", "base_res": "128x128"}, (128, 128)),
+    ],
+)
+def test_base_size(options, base):
+    r = resolve(**options)
+    assert (r.base and (r.base.height, r.base.width)) == base
+    assert any("base_res none" in n for n in r.notes) == (base is not None)
+    assert r.base is None or r.base.num_frames == r.geometry.num_frames
+    again = request_from_metadata(r.metadata()).resolve(TINY)
+    assert (again.base, again.refine_steps, again.denoise_strength) == (r.base, r.refine_steps, r.denoise_strength)
+
+
+def test_published_models_sample_every_size_directly_unless_asked():
+    assert all(resolve(SMALL, res=res).base is None for res in resolution_sizes())
+    r = resolve(SMALL, res="1080p", base_res="480p", denoise_strength=0.5, refine_steps=10)
+    assert (r.base.width, r.denoise_strength, r.refine_steps) == (832, 0.5, 10)
+    assert "50 steps at 832x480 and 10 of refinement" in r.summary()
+
+
+def test_runs_from_before_there_was_a_base_repeat_without_one():
+    old = {
+        k: v
+        for k, v in resolve(res="1440p").metadata().items()
+        if k not in ("base_res", "denoise_strength", "refine_steps")
+    }
+    assert request_from_metadata(old).resolve(TINY).base is None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"res": "480p", "base_res": "720p"}, "base_res=1280x720 must be smaller than the video, 832x480"),
+        ({"res": "480p", "base_res": "480p"}, "must be smaller than the video"),
+        ({"res": "1440p", "base_res": "256p"}, "has another shape than the video"),
+        ({"res": "1440p", "base_res": "450x256"}, "multiples of 32"),
+        ({"res": "1440p", "base_res": "huge"}, "base_res='huge' is unknown"),
+        ({"res": "256p", "refine_steps": 4}, "refine_steps=4 has nothing to do"),
+        ({"res": "1440p", "base_res": "none", "denoise_strength": 0.5}, "denoise_strength=0.5 has nothing to do"),
+        ({"res": "1440p", "denoise_strength": 1}, r"denoise_strength=1 must be in \(0, 1\)"),
+        ({"res": "1440p", "refine_steps": 0}, "refine_steps=0 must be at least 1"),
+    ],
+)
+def test_a_base_that_cannot_be(options, words):
+    with pytest.raises(ValueError, match=words):
+        resolve(**options)

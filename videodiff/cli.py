@@ -193,7 +193,9 @@ def _save(result: Any, path: Path, folder: str | None, values: Mapping[str, Any]
 
 def timing_line(stages: Mapping[str, float], writing_s: float) -> str:
     """One line from the report's stage times."""
-    names = {"text_s": "text", "denoise_compile_s": "compile", "denoise_s": "denoise", "decode_s": "decode"}
+    names = {
+        "text_s": "text", "denoise_compile_s": "compile", "denoise_s": "denoise", "upscale_s": "upscale", "decode_s": "decode",
+    }  # fmt: skip
     parts = [f"{label} {stages[key]:.1f}" for key, label in names.items() if key in stages] + [
         f"writing {writing_s:.1f}"
     ]
@@ -204,7 +206,8 @@ def timing_line(stages: Mapping[str, float], writing_s: float) -> str:
 # Fields that a run takes; the others say where it reads and writes.
 _RUN_FIELDS = (
     "negative_prompt", "height", "width", "res", "num_frames", "fps", "num_inference_steps", "guidance_scale", "flow_shift",
-    "schedule", "attention_backend", "solver", "num_videos_per_prompt", "output_type", "dtype", "sources",
+    "base_res", "denoise_strength", "refine_steps", "schedule", "attention_backend", "solver", "num_videos_per_prompt",
+    "output_type", "dtype", "sources",
 )  # fmt: skip
 
 
@@ -484,6 +487,7 @@ def _workload(folder: str | None, info: ModelInfo, resolved: ResolvedRequest) ->
         guided=resolved.guided,
         dtype=np.dtype(np.float32) if name == "float32" else half,
         text_dtype=half if large else np.dtype(np.float32),
+        encode_video=resolved.base is not None,
         platform=platform,
     )
 

@@ -17,6 +17,7 @@ from videodiff.configs import TransformerConfig
 from videodiff.grid import TokenGrid, TokenOrder
 from videodiff.known import ModelInfo
 from videodiff.request import ResolvedRequest
+from videodiff.sampling.sigmas import refinement_sigmas
 from videodiff.sampling.solvers import make_solver, solver_spec, spec_from_config
 from videodiff.schedule import DENSE, Phase, Schedule, ScheduleProgram, Segment, compile_schedule
 
@@ -144,6 +145,8 @@ class Description:
       flops: of one forward pass.
       evaluations: forward passes of one video: steps times guidance branches.
       probe: operations of routing, over the whole run of one video.
+      base: operations of the pass at the smaller size before, which is dense; 0 without one. The table and everything else is of
+        the pass at the final size.
     """
 
     info: ModelInfo
@@ -155,6 +158,7 @@ class Description:
     flops: Flops
     evaluations: int
     probe: float
+    base: float = 0.0
 
     @property
     def dense_steps(self) -> int:
@@ -178,12 +182,16 @@ class Description:
 
     @property
     def speedup(self) -> float:
-        return ideal_speedup(self.flops.share, self.dense_share, self.kept)
+        """Ideal, of all denoising: the pass at the smaller size costs the same under every schedule."""
+        attention, other = (x * self.evaluations for x in (self.flops.attention, self.flops.other))
+        rest = other + self.base
+        return ideal_speedup(attention / (attention + rest), self.dense_share, self.kept)
 
     @property
     def total_flops(self) -> tuple[float, float]:
         """(dense, this schedule) denoising of one video, routing included."""
         attention, other = (x * self.evaluations for x in (self.flops.attention, self.flops.other))
+        other += self.base
         return attention + other, attention * (1 - self.attention_saved) + other + self.probe
 
     def json(self) -> dict[str, Any]:
@@ -197,9 +205,10 @@ class Description:
                 "width": g.width, "height": g.height, "computed_width": g.computed_width, "computed_height": g.computed_height,
                 "num_frames": g.num_frames, "fps": r.fps,
             },
+            "base": self._base_json(),
             "tokens": {"frames": grid.frames, "rows": grid.rows, "cols": grid.cols, "patches": grid.patches, "all": grid.tokens},
             "sampling": {
-                "solver": self.solver, "steps": r.num_inference_steps, "flow_shift": r.flow_shift,
+                "solver": self.solver, "steps": len(self.steps), "flow_shift": r.flow_shift,
                 "flow_shift_from": r.flow_shift_source, "guidance_scale": r.guidance_scale, "evaluations": self.evaluations,
             },
             "schedule": {
@@ -217,6 +226,15 @@ class Description:
             "kept": self.kept,
             "ideal_speedup": self.speedup,
             "notes": list(self.notes),
+        }  # fmt: skip
+
+    def _base_json(self) -> dict[str, Any] | None:
+        r = self.request
+        if r.base is None:
+            return None
+        return {
+            "width": r.base.width, "height": r.base.height, "tokens": r.base.token_grid.tokens, "steps": r.num_inference_steps,
+            "denoise_strength": r.denoise_strength, "refine_steps": r.refine_steps, "flops": self.base,
         }  # fmt: skip
 
     @property
@@ -239,13 +257,21 @@ class Description:
         )  # fmt: skip
         taken = "" if p.resolution == "any" else f", numbers of {p.resolution}"
         branches = "2 branches" if r.guided else "1 branch"
+        steps, first = f"{r.num_inference_steps} steps", []
+        if r.base is not None:
+            steps = f"{r.refine_steps} steps from noise level {r.denoise_strength:g}"
+            small = f"{r.base.width}x{r.base.height} ({r.base.token_grid.tokens} tokens, dense)"
+            first.append(
+                f"first     {r.num_inference_steps} steps at {small}, then enlarged; all below is the refinement"
+            )
         return "\n".join(
             (
                 f"model     {r.model}: {self.info.transformer.num_layers} layers, {self.info.transformer.num_attention_heads} "
                 f"heads of {self.info.transformer.attention_head_dim}",
                 f"video     {g.width}x{g.height}{computed}, {g.num_frames} frames at {r.fps:g} fps",
+                *first,
                 f"tokens    {grid.frames} frames x {grid.rows} x {grid.cols} = {grid.tokens}",
-                f"sampling  {self.solver}, {r.num_inference_steps} steps, flow_shift {r.flow_shift:g} ({r.flow_shift_source}), "
+                f"sampling  {self.solver}, {steps}, flow_shift {r.flow_shift:g} ({r.flow_shift_source}), "
                 f"guidance {r.guidance_scale:g} ({branches})",
                 f"schedule  {p.name} ({p.digest}{taken})",
             )
@@ -292,9 +318,11 @@ class Description:
             f"dense steps               {self.dense_steps} of {len(self.steps)}",
             f"attention's share         {a:.3f} of a dense run's operations",
             f"denoising, one video      {_flops(dense)} dense, {_flops(sparse)} with this schedule",
+            *((f"the pass before           {_flops(self.base)} of each",) if self.base else ()),
             f"routing                   {self.probe / sparse:.2%} of that",
             f"attention FLOPs saved     {self.attention_saved:.1%}",
-            f"ideal speed-up            {self.speedup:.2f}x = 1 / (1 - a (1 - f) (1 - kept))",
+            f"ideal speed-up            {self.speedup:.2f}x = 1 / (1 - a (1 - f) (1 - kept))"
+            + (", the pass before counted" if self.base else ""),
             f"                          a = {a:.3f}, f = {f:.3f} (dense share of layer runs), kept = {kept:.4f}",
         ]
         return "\n".join(lines)
@@ -358,6 +386,12 @@ def describe_run(info: ModelInfo, request: ResolvedRequest, schedule: Schedule) 
         name = request.solver or info.solver
         spec = solver_spec(name)
     solver = make_solver(spec, request.num_inference_steps, request.flow_shift)
+    base = 0.0
+    if request.base is not None:
+        one = forward_flops(config, request.base.token_grid.tokens)
+        base = (one.attention + one.other) * request.num_inference_steps * (2 if request.guided else 1)
+        levels = refinement_sigmas(request.refine_steps, request.flow_shift, request.denoise_strength)
+        solver = make_solver(spec, sigmas=list(levels))
     program = compile_schedule(
         schedule,
         model=info.name,
@@ -382,4 +416,5 @@ def describe_run(info: ModelInfo, request: ResolvedRequest, schedule: Schedule) 
         flops=forward_flops(config, grid.tokens),
         evaluations=len(steps) * branches,
         probe=probe_flops(config, grid.tokens, program.sparsity.probe_rows) * sparse_layers * branches,
+        base=base,
     )

@@ -88,6 +88,9 @@ _TABLE = (
     Option("num_inference_steps", _whole, "denoising steps", _HOW, "N"),
     Option("guidance_scale", _number, "strength of the prompt; 1 runs without guidance in half the time", _HOW, "X"),
     Option("flow_shift", _number, "shift of the noise levels; above 1 spends more steps on noisy ones", _HOW, "X"),
+    Option("base_res", str, "smaller size to sample first and refine from: WIDTHxHEIGHT, a name, none or auto", _HOW, "NAME"),
+    Option("denoise_strength", _number, "noise level at which refinement begins, between 0 and 1", _HOW, "X"),
+    Option("refine_steps", _whole, "denoising steps of the refinement", _HOW, "N"),
     Option("solver", str, f"one of {', '.join(SOLVERS)}; default: the checkpoint's", _HOW, "NAME"),
     Option("resume", str, "go on with the saved state of an interrupted run; its options come with it", _HOW, "STATE"),
     Option("model", str, "a known model (`videodiff models` lists them) or a folder; default: the shipped one", _SPARSE, "NAME"),
@@ -115,10 +118,11 @@ OPTIONS: Mapping[str, Option] = {o.name: o for o in _TABLE}
 OUTPUT = ("output_path", "quality", "gif", "frames_dir", "contact_sheet")
 DESCRIBED = (
     "model", "model_path", "res", "size", "height", "width", "num_frames", "num_inference_steps", "guidance_scale", "flow_shift",
-    "solver", "schedule", "attention_backend",
+    "base_res", "denoise_strength", "refine_steps", "solver", "schedule", "attention_backend",
 )  # fmt: skip
 PLANNED = (
-    "model", "model_path", "res", "size", "height", "width", "num_frames", "guidance_scale", "num_videos_per_prompt", "dtype",
+    "model", "model_path", "res", "size", "height", "width", "num_frames", "guidance_scale", "base_res", "num_videos_per_prompt",
+    "dtype",
 )  # fmt: skip
 VERBS: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "generate": ("make videos from prompts", tuple(OPTIONS)),

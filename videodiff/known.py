@@ -43,6 +43,8 @@ class ModelInfo:
       note: what the user should know about how these were found.
       flow_shift_source: who says flow_shift.
       scheduler: fields of a folder's scheduler_config.json, {} without a folder.
+      base_side: short side in pixels of the size at which larger videos are sampled first; 0 samples every size directly.
+      denoise_strength, refine_steps: of the refinement after that.
     """
 
     name: str
@@ -64,6 +66,9 @@ class ModelInfo:
     note: str = ""
     flow_shift_source: str = ""
     scheduler: Mapping[str, Any] = field(default_factory=dict)
+    base_side: int = 0
+    denoise_strength: float = 0.75
+    refine_steps: int = 8
 
     @property
     def layout(self) -> LatentLayout:
@@ -173,6 +178,7 @@ def info_for_shapes(
         flow_shift=shift,
         flow_shift_up_to={},
         flow_shift_source=source,
+        base_side=0,
         scheduler=fields,
         transformer=transformer,
         spatial_factor=spatial_factor,

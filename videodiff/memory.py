@@ -146,6 +146,7 @@ class Workload:
       text_dtype: in which the text encoder's weights stay; it computes in float32.
       encode_text: False when embeddings are given: the text encoder is not loaded.
       float_output: frames are returned as float32 instead of uint8.
+      encode_video: an enlarged base is encoded at this size.
       platform: "cpu", "gpu" or "tpu". XLA on CPU has no bfloat16 matrix product: it runs bfloat16 models in float32
         and holds a float32 copy of the layers beside them.
     """
@@ -160,6 +161,7 @@ class Workload:
     text_dtype: Any = np.float32
     encode_text: bool = True
     float_output: bool = False
+    encode_video: bool = False
     platform: str = "cpu"
 
 
@@ -293,6 +295,37 @@ def _decode_stage(w: Workload) -> StageMemory:
     return StageMemory("decoder", F32 * sum(vae_parameters(c)), working)
 
 
+def _encode_stage(w: Workload) -> StageMemory:
+    """The VAE, the encoder's carried frames, its widest level's buffers, and the pixels of one latent frame.
+
+    Counted like the decoder: a level holds the frames of one latent frame and two of history.
+    """
+    c, g = w.vae, w.geometry
+    _, rows, cols, z = g.latent_shape
+    widths = [c.base_dim * m for m in (1, *c.dim_mult)]
+    down = len(c.dim_mult) - 1
+    frames = g.layout.temporal_factor
+    pixels = rows * cols * 4**down
+    state, widest = 2.0 * pixels * c.in_channels, 0.0
+    for i, (cin, cout) in enumerate(pairwise(widths)):
+        state += 2 * pixels * (cin + (2 * c.num_res_blocks - 1) * cout)
+        blocks = (frames + 2) * pixels * (2.1 * cin + 4.0 * cout)
+        widest = max(widest, blocks + 4.5 * frames * pixels * cout)
+        if i < down:
+            pixels //= 4
+            if c.temperal_downsample[i]:
+                state += pixels * cout
+                frames = max(1, frames // 2)
+    state += 2 * pixels * 5 * widths[-1]
+    image = 3 * g.computed_height * g.computed_width
+    small = (
+        F32 * image * w.batch * g.num_frames // 2
+    )  # the base's frames; at most so large that enlarging saves something
+    chunk = 5 * F32 * image * g.layout.temporal_factor
+    working = int(F32 * (state + widest)) + ATTENTION_BYTES + chunk + small + F32 * w.batch * rows * cols * z
+    return StageMemory("encoder", F32 * sum(vae_parameters(c)), working)
+
+
 def plan_memory(w: Workload) -> MemoryPlan:
     """Plan the stages of a generation.
 
@@ -300,6 +333,8 @@ def plan_memory(w: Workload) -> MemoryPlan:
       w: what is to be run.
     """
     stages = [_denoise_stage(w), _decode_stage(w)]
+    if w.encode_video:
+        stages.insert(0, _encode_stage(w))
     if w.encode_text:
         stages.insert(0, _text_stage(w))
     return MemoryPlan(tuple(stages), RUNTIME_BYTES + READ_BYTES if w.platform == "cpu" else RUNTIME_BYTES)

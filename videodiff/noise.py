@@ -48,12 +48,13 @@ def resolve_seeds(seed: int | Sequence[int] | None, prompts: int, videos_per_pro
     return seeds
 
 
-def initial_noise(seeds: Sequence[int], latent_shape: tuple[int, int, int, int]) -> jax.Array:
+def initial_noise(seeds: Sequence[int], latent_shape: tuple[int, int, int, int], stream: int = 0) -> jax.Array:
     """Standard normal latents.
 
     Args:
       seeds: one seed a video.
       latent_shape: (F, Y, X, C) of one video.
+      stream: another number is other noise of the same seed; 0 starts a run, 1 is the noise of its refinement.
 
     Returns:
       [B, F, Y, X, C] float32.
@@ -62,6 +63,8 @@ def initial_noise(seeds: Sequence[int], latent_shape: tuple[int, int, int, int])
     import jax.numpy as jnp
 
     keys = [jax.random.key(s) for s in seeds]
+    if stream:
+        keys = [jax.random.fold_in(k, stream) for k in keys]
     return jnp.stack([jax.random.normal(k, latent_shape, jnp.float32) for k in keys])
 
 

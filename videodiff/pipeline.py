@@ -33,15 +33,24 @@ from videodiff.request import GenerateRequest, ResolvedRequest, info_for_folder,
 from videodiff.resources import shipped_model
 from videodiff.result import Result
 from videodiff.sampling import loop
+from videodiff.sampling.sigmas import refinement_sigmas
 from videodiff.sampling.solvers import Solver, make_solver, solver_spec, spec_from_config
 from videodiff.schedule import DENSE, ScheduleProgram, compile_schedule, load_schedule
-from videodiff.stages import decode_frames, text_param_dtype, text_stage, transformer_stage, vae_stage
+from videodiff.stages import (
+    decode_frames,
+    text_param_dtype,
+    text_stage,
+    transformer_stage,
+    upscale_frames,
+    vae_stage,
+)
 from videodiff.text.encode import Conditioning, bucket, encode_prompts, fold_padding
 from videodiff.text.tokenizer import Tokenizer
 from videodiff.weights.folder import ModelFolder, open_folder
 
 log = logging.getLogger(__name__)
 
+PASS_KEY = "pass"  # in the state of an interrupted run: which pass it was in
 KEEP_SHARE = 0.8  # of available memory that weights kept between stages may fill
 Progress = loop.Progress
 
@@ -60,19 +69,32 @@ class Interrupted(KeyboardInterrupt):
 
 
 @dataclass(frozen=True)
+class _Pass:
+    """One run of the sampler loop over one size: "denoise" alone, or "base" and then "refine"."""
+
+    name: str
+    geometry: VideoGeometry
+    solver: Solver
+    program: ScheduleProgram
+    backends: Mapping[float, str]
+
+
+@dataclass(frozen=True)
 class _Job:
     """A checked request with everything that follows from it, before anything is loaded."""
 
     request: ResolvedRequest
-    geometry: VideoGeometry
-    solver: Solver
+    passes: tuple[_Pass, ...]
     solver_name: str
-    program: ScheduleProgram
     guided: bool
-    backends: Mapping[float, str]
     memory: MemoryPlan
     keep: bool
     batch: int
+
+    @property
+    def last(self) -> _Pass:
+        """The pass that makes the video's latents; the schedule is for it."""
+        return self.passes[-1]
 
 
 class Pipeline:
@@ -142,7 +164,7 @@ class Pipeline:
             ``Result.save``.
           resume: the state of an interrupted run; the request must be the same.
           callback_on_step_end: called as ``callback(pipeline, step, timestep, {"latents": [B, C, F, Y, X]})`` after every step,
-            as in diffusers; a returned dict with "latents" replaces them.
+            as in diffusers; a returned dict with "latents" replaces them. Steps of a refinement count on from those before it.
           progress: called as ``progress(stage, done, total, elapsed_s)``.
           **options: the words of ``videodiff.request.GenerateRequest``: negative_prompt, res, height, width, num_frames, fps,
             num_inference_steps, guidance_scale, flow_shift, seed, schedule, attention_backend, solver, num_videos_per_prompt,
@@ -167,14 +189,16 @@ class Pipeline:
         if output_path is not None:
             media.check_writable(output_path)
         log.info(request.summary())
-        for note in (*request.notes, *job.program.notes):
+        for note in (*request.notes, *job.last.program.notes):
             log.info(note)
         times: dict[str, float] = {"plan_s": time.perf_counter() - began}
         context = self._context(job, embeds, times, progress)
-        result = self._denoise(
+        results = self._denoise(
             job, context, latents, output_path, resume, metadata, callback_on_step_end, times, progress
         )
-        final = np.asarray(result.latents)
+        last = results[-1]
+        assert last is not None
+        final = np.asarray(last.latents)
         if not job.keep:
             self._transformer.free()
         saved = None
@@ -183,7 +207,7 @@ class Pipeline:
         if request.output_type == "latent":
             frames = noise.to_published(final)
         else:
-            frames = self._decode(job.geometry, final, request.output_type, times, progress)
+            frames = self._decode(request.geometry, final, request.output_type, times, progress)
             if not job.keep:
                 self._vae.free()
         times["total_s"] = time.perf_counter() - began
@@ -193,7 +217,7 @@ class Pipeline:
             output_type=request.output_type,
             prompts=request.video_prompts,
             seeds=request.seeds,
-            report=self._report(job, result, times, latents is not None),
+            report=self._report(job, results, times, latents is not None),
             metadata=metadata,
             latents_path=saved,
         )
@@ -280,27 +304,39 @@ class Pipeline:
                 raise ValueError(f"{name} holds NaN or infinity")
         return jnp.asarray(embeds, jnp.float32), None if negative is None else jnp.asarray(negative, jnp.float32)
 
-    def _solver(self, request: ResolvedRequest) -> tuple[Solver, str]:
-        """The requested solver, or the one the folder's scheduler config names; the shift is applied once."""
+    def _passes(self, request: ResolvedRequest) -> tuple[tuple[_Pass, ...], str]:
+        """What runs over which size, with which steps and attention; and the solver's name."""
         name = request.solver
         spec = spec_from_config(self.folder.scheduler) if name is None else solver_spec(name)
-        return make_solver(spec, request.num_inference_steps, request.flow_shift), name or spec.kind.value
+        steps, shift = request.num_inference_steps, request.flow_shift
+        whole = make_solver(spec, steps, shift)
+        if request.base is None:
+            parts = [("denoise", request.geometry, whole, request.schedule)]
+        else:
+            levels = refinement_sigmas(request.refine_steps, shift, request.denoise_strength)
+            parts = [
+                ("base", request.base, whole, "dense"),
+                ("refine", request.geometry, make_solver(spec, sigmas=list(levels)), request.schedule),
+            ]
+        passes = []
+        for title, geometry, solver, schedule in parts:
+            program = compile_schedule(
+                load_schedule(schedule),
+                model=self.info.name,
+                height=geometry.height,
+                width=geometry.width,
+                sigmas=[float(s) for s in solver.grid.sigmas],
+                num_layers=self.folder.transformer.num_layers,
+                guided=request.guided,
+            )
+            backend = "auto" if title == "base" else request.attention_backend
+            passes.append(_Pass(title, geometry, solver, program, choose_backends(backend, program)))
+        return tuple(passes), name or spec.kind.value
 
     def _plan(self, request: ResolvedRequest, encode_text: bool) -> _Job:
         """Everything that can be known, and refused, before weights load."""
-        geometry = request.geometry
-        solver, solver_name = self._solver(request)
-        guided = request.guided
-        program = compile_schedule(
-            load_schedule(request.schedule),
-            model=self.info.name,
-            height=geometry.height,
-            width=geometry.width,
-            sigmas=[float(s) for s in solver.grid.sigmas],
-            num_layers=self.folder.transformer.num_layers,
-            guided=guided,
-        )
-        backends = choose_backends(request.attention_backend, program)
+        passes, solver_name = self._passes(request)
+        geometry, guided = request.geometry, request.guided
         batch = len(request.seeds)
         workload = Workload(
             transformer=self.folder.transformer,
@@ -313,12 +349,13 @@ class Pipeline:
             text_dtype=text_param_dtype(self.folder),
             encode_text=encode_text,
             float_output=request.output_type == "np",
+            encode_video=request.base is not None,
             platform=jax.default_backend(),
         )
         available = available_memory()
         plan = check_memory(workload, available)
         keep = plan.resident_peak <= KEEP_SHARE * available.nbytes
-        return _Job(request, geometry, solver, solver_name, program, guided, backends, plan, keep, batch)
+        return _Job(request, passes, solver_name, guided, plan, keep, batch)
 
     def _context(
         self, job: _Job, embeds: tuple[Any, Any], times: dict[str, float], progress: Progress | None
@@ -361,15 +398,15 @@ class Pipeline:
             progress("text", 1, 1, times["text_s"])
         return context
 
-    def _step_programs(self, job: _Job) -> tuple[loop.StepPrograms, dict[float, float]]:
+    def _step_programs(self, part: _Pass) -> tuple[loop.StepPrograms, dict[float, float]]:
         """Compiled steps for this grid and schedule, kept between calls; and the executed density by requested density."""
-        s = job.program.sparsity
-        key = (job.geometry.token_grid, tuple(job.backends.items()), s.sink, s.probe_rows, s.routing_seed)
+        s = part.program.sparsity
+        key = (part.geometry.token_grid, tuple(part.backends.items()), s.sink, s.probe_rows, s.routing_seed)
         if key not in self._programs:
             attends, executed = {}, {}
-            for density, name in job.backends.items():
+            for density, name in part.backends.items():
                 spec = AttentionSpec(
-                    grid=job.geometry.token_grid,
+                    grid=part.geometry.token_grid,
                     density=density,
                     sink=s.sink,
                     probe_rows=s.probe_rows,
@@ -393,49 +430,105 @@ class Pipeline:
         callback: Callable[..., Mapping[str, Any] | None] | None,
         times: dict[str, float],
         progress: Progress | None,
-    ) -> loop.LoopResult:
+    ) -> tuple[loop.LoopResult | None, ...]:
+        """Run the passes; one result each, None for a pass that a resumed run has behind it."""
         start = time.perf_counter()
-        programs, _ = self._step_programs(job)
-        _, weights = nnx.split(self._transformer.module)
-        operands = Operands(weights, context, jnp.asarray(job.request.guidance_scale, jnp.float32))
-        shape = (job.batch, *job.geometry.latent_shape)
+        first, state = 0, None
         if resume is not None:
-            state, made_with = loop.load_state(resume)
-            different = sorted(k for k in about.keys() | made_with.keys() if about.get(k) != made_with.get(k))
-            if different:
-                pairs = ", ".join(f"{k}: {made_with.get(k)!r} then, {about.get(k)!r} now" for k in different)
-                raise ValueError(f"{resume} was made by another request ({pairs}); resume with the same one")
-        elif latents is not None:
-            state = loop.start(job.solver, noise.from_published(latents, shape))
-        else:
-            state = loop.start(job.solver, noise.initial_noise(job.request.seeds, job.geometry.latent_shape))
-        try:
-            result = loop.run(
-                programs,
-                operands,
-                job.solver,
-                job.program.plans,
-                state,
-                progress=progress,
-                callback_on_step_end=_adapt(self, callback),
-            )
-        except loop.SamplingInterrupted as stop:
-            path = None
-            if output_path is not None:
-                path = Path(output_path).with_suffix(".state.safetensors")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                loop.save_state(path, stop.state, about)
-            raise Interrupted(path, stop.state.step, job.solver.steps) from stop
-        times["denoise_s"] = sum(r.seconds for r in result.records)
-        times["denoise_compile_s"] = sum(r.compile_s for r in result.records)
+            first, state = self._resumed(job, resume, about)
+        results: list[loop.LoopResult | None] = [None] * first
+        total = sum(p.solver.steps for p in job.passes)
+        for number, part in enumerate(job.passes[first:], first):
+            done = sum(p.solver.steps for p in job.passes[:number])
+            if state is None:
+                last = results[-1] if results else None
+                state = self._start(
+                    job, part, latents, None if last is None else np.asarray(last.latents), times, progress
+                )
+            programs, _ = self._step_programs(part)
+            _, weights = nnx.split(self._transformer.module)
+            operands = Operands(weights, context, jnp.asarray(job.request.guidance_scale, jnp.float32))
+            try:
+                result = loop.run(
+                    programs,
+                    operands,
+                    part.solver,
+                    part.program.plans,
+                    state,
+                    progress=progress,
+                    callback_on_step_end=_adapt(self, callback, done),
+                    stage=part.name,
+                )
+            except loop.SamplingInterrupted as stop:
+                path = None
+                if output_path is not None:
+                    path = Path(output_path).with_suffix(".state.safetensors")
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    loop.save_state(path, stop.state, about | {PASS_KEY: part.name})
+                raise Interrupted(path, done + stop.state.step, total) from stop
+            results.append(result)
+            state = None
+            if len(job.passes) > 1:
+                times[f"{part.name}_s"] = sum(r.seconds for r in result.records)
+        records = [r for result in results if result is not None for r in result.records]
+        times["denoise_s"] = sum(r.seconds for r in records)
+        times["denoise_compile_s"] = sum(r.compile_s for r in records)
         times["denoise_wall_s"] = time.perf_counter() - start
-        return result
+        return tuple(results)
+
+    def _resumed(self, job: _Job, path: str | os.PathLike[str], about: dict[str, Any]) -> tuple[int, loop.LoopState]:
+        """Which pass an interrupted run was in, and its state there."""
+        state, made_with = loop.load_state(path)
+        names = [p.name for p in job.passes]
+        where = made_with.pop(PASS_KEY, names[0])
+        different = sorted(k for k in about.keys() | made_with.keys() if about.get(k) != made_with.get(k))
+        if different:
+            pairs = ", ".join(f"{k}: {made_with.get(k)!r} then, {about.get(k)!r} now" for k in different)
+            raise ValueError(f"{path} was made by another request ({pairs}); resume with the same one")
+        return names.index(where), state
+
+    def _start(
+        self,
+        job: _Job,
+        part: _Pass,
+        given: Any,
+        before: np.ndarray | None,
+        times: dict[str, float],
+        progress: Progress | None,
+    ) -> loop.LoopState:
+        """The state a pass begins with: noise, or what the pass before made, enlarged and noised again."""
+        shape, seeds = (job.batch, *part.geometry.latent_shape), job.request.seeds
+        if before is not None:
+            base = job.passes[0]
+            if not job.keep:
+                self._transformer.free()
+            start = time.perf_counter()
+            small = decode_frames(self._vae.module, before, base.geometry, "np")
+            clean = upscale_frames(self._vae.module, small, part.geometry, progress)
+            times["upscale_s"] = time.perf_counter() - start
+            if not job.keep:
+                self._vae.free()
+            level = float(part.solver.sigmas[0])
+            fresh = noise.initial_noise(seeds, part.geometry.latent_shape, stream=1)
+            return loop.start(part.solver, (1 - level) * jnp.asarray(clean) + level * fresh)
+        if given is None:
+            return loop.start(part.solver, noise.initial_noise(seeds, part.geometry.latent_shape))
+        try:
+            return loop.start(part.solver, noise.from_published(given, shape))
+        except ValueError as error:
+            if part.name != "base":
+                raise
+            g = part.geometry
+            raise ValueError(
+                f"{error}; the video is sampled at {g.width}x{g.height} first, so this is the size of its noise; base_res='none' "
+                f"samples the final size directly"
+            ) from None
 
     def _save_latents(self, job: _Job, final: np.ndarray, output_path: Path, metadata: dict[str, Any]) -> Path:
         saved = SavedLatents(
             latents=noise.to_published(final),
-            height=job.geometry.height,
-            width=job.geometry.width,
+            height=job.request.geometry.height,
+            width=job.request.geometry.width,
             fps=job.request.fps,
             model=self.info.name,
             prompts=job.request.video_prompts,
@@ -457,9 +550,12 @@ class Pipeline:
         times["decode_s"] = time.perf_counter() - start
         return frames
 
-    def _report(self, job: _Job, result: loop.LoopResult, times: dict[str, float], own_latents: bool) -> dict[str, Any]:
-        _, executed = self._step_programs(job)
-        g, request = job.geometry, job.request
+    def _report(
+        self, job: _Job, results: Sequence[loop.LoopResult | None], times: dict[str, float], own_latents: bool
+    ) -> dict[str, Any]:
+        request, last = job.request, job.last
+        g, program = request.geometry, last.program
+        ran = [(p, r, self._step_programs(p)[1]) for p, r in zip(job.passes, results, strict=True) if r is not None]
         return {
             "model": self.info.name,
             "model_path": str(self.folder.path),
@@ -478,23 +574,24 @@ class Pipeline:
             },
             "sampling": {
                 "solver": job.solver_name,
-                "steps": job.solver.steps,
+                "steps": sum(p.solver.steps for p in job.passes),
                 "flow_shift": request.flow_shift,
                 "flow_shift_from": request.flow_shift_source,
                 "guidance_scale": request.guidance_scale,
-                "evaluations": result.evaluations,
-                "compilations": result.compilations,
+                "evaluations": sum(r.evaluations for _, r, _ in ran),
+                "compilations": sum(r.compilations for _, r, _ in ran),
                 "dtype": self.dtype.name,
             },
+            "passes": [_pass_report(p) for p in job.passes],
             "schedule": {
-                "name": job.program.name,
-                "hash": job.program.digest,
-                "resolution": job.program.resolution,
-                "sink": job.program.sparsity.sink,
-                "phases": [[p.start, p.stop, list(p.plan.densities)] for p in job.program.phases],
-                "notes": list(job.program.notes),
+                "name": program.name,
+                "hash": program.digest,
+                "resolution": program.resolution,
+                "sink": program.sparsity.sink,
+                "phases": [[p.start, p.stop, list(p.plan.densities)] for p in program.phases],
+                "notes": list(program.notes),
             },
-            "attention": report.attention_summary(result.records, job.backends, executed),
+            "attention": report.attention_summary(ran[-1][1].records, last.backends, ran[-1][2]),
             "stages": _rounded(times),
             "memory": {
                 "planned_peak_gib": round(job.memory.peak / 2**30, 3),
@@ -502,13 +599,30 @@ class Pipeline:
                 "process_peak_gib": report.peak_memory_gib(),
             },
             "environment": report.environment(),
-            "steps": [report.step_report(r, job.backends, executed) for r in result.records],
+            "steps": [
+                {"pass": p.name} | report.step_report(record, p.backends, executed)
+                for p, result, executed in ran
+                for record in result.records
+            ],
         }
 
 
 @partial(jax.jit, static_argnums=0)
 def _encode_context(graph: Any, weights: Any, text: jax.Array, bias: jax.Array) -> Context:
     return nnx.merge(graph, weights).encode_context(text, bias)
+
+
+def _pass_report(part: _Pass) -> dict[str, Any]:
+    g, grid = part.geometry, part.solver.grid
+    return {
+        "name": part.name,
+        "height": g.height,
+        "width": g.width,
+        "tokens": g.token_grid.tokens,
+        "steps": part.solver.steps,
+        "first_sigma": round(float(grid.sigmas[0]), 7),
+        "schedule": part.program.name,
+    }
 
 
 def _digest(array: Any) -> str:
@@ -538,13 +652,13 @@ def choose_backends(requested: str, program: ScheduleProgram) -> dict[float, str
     return {d: "dense" if d == DENSE else "svg" for d in program.densities}
 
 
-def _adapt(pipe: Pipeline, callback: Callable[..., Any] | None) -> loop.StepEnd | None:
-    """diffusers' callback signature around the loop's."""
+def _adapt(pipe: Pipeline, callback: Callable[..., Any] | None, done: int) -> loop.StepEnd | None:
+    """diffusers' callback signature around the loop's; ``done`` steps were made in passes before."""
     if callback is None:
         return None
 
     def on_step_end(step: int, timestep: float, latents: jax.Array) -> np.ndarray | None:
-        out = callback(pipe, step, timestep, {"latents": noise.to_published(np.asarray(latents))})
+        out = callback(pipe, done + step, timestep, {"latents": noise.to_published(np.asarray(latents))})
         if out is None or "latents" not in out:
             return None
         return np.asarray(noise.from_published(out["latents"], latents.shape))

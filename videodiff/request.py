@@ -46,6 +46,8 @@ SOLVERS = (
 )  # auto, and those of sampling.solvers
 DTYPES = ("auto", "float32", "bfloat16")
 
+BASE_STRETCH = 1.1  # how far the shape of base_res may be from the video's
+
 # Other engines' words for ours. --size becomes height and width.
 ALIASES: Mapping[str, str] = {
     "frame_num": "num_frames",
@@ -109,12 +111,13 @@ _WHOLE: Mapping[str, tuple[int, int | None]] = {
     "width": (1, None),
     "num_frames": (1, None),
     "num_inference_steps": (1, None),
+    "refine_steps": (1, None),
     "num_videos_per_prompt": (1, None),
     "quality": (0, 51),
     "ulysses_degree": (1, None),
     "ring_degree": (1, None),
 }
-_REAL = ("fps", "guidance_scale", "guidance_scale_2", "flow_shift", "boundary_ratio")
+_REAL = ("fps", "guidance_scale", "guidance_scale_2", "flow_shift", "boundary_ratio", "denoise_strength")
 _FLAGS = ("vae_tiling", "warmup", "gif", "contact_sheet", "keep_latents")
 _CHOICES = {"output_type": OUTPUT_TYPES, "attention_backend": BACKENDS, "solver": SOLVERS, "dtype": DTYPES}
 
@@ -132,6 +135,10 @@ class GenerateRequest:
       num_frames: temporal_factor * k + 1.
       fps: frames a second of the file.
       num_inference_steps, guidance_scale (1 runs one branch), flow_shift, solver: sampling.
+      base_res: a smaller size at which the video is sampled first, to be enlarged and refined: a name, WIDTHxHEIGHT, "none"
+        (sample the final size directly) or "auto" (the model's own rule).
+      denoise_strength: noise level in (0, 1) at which refinement begins.
+      refine_steps: denoising steps of the refinement; num_inference_steps are those before it.
       seed: None or -1 picks one; one for all, or one a video.
       schedule: name or YAML file of a sparsity schedule.
       attention_backend: one of `BACKENDS`.
@@ -161,6 +168,9 @@ class GenerateRequest:
     guidance_scale: float | None = None
     guidance_scale_2: float | None = None
     flow_shift: float | None = None
+    base_res: str | None = None
+    denoise_strength: float | None = None
+    refine_steps: int | None = None
     boundary_ratio: float | None = None
     seed: int | Sequence[int] | None = None
     schedule: str = "dense"
@@ -205,6 +215,10 @@ class GenerateRequest:
             raise ValueError(f"fps={self.fps} must be above 0 and at most 1000")
         if self.flow_shift is not None and not self.flow_shift > 0:
             raise ValueError(f"flow_shift={self.flow_shift} must be positive; 1 leaves the noise levels as they are")
+        if self.denoise_strength is not None and not 0 < self.denoise_strength < 1:
+            raise ValueError(
+                f"denoise_strength={self.denoise_strength} must be in (0, 1): the noise level at which refinement begins"
+            )
         if self.guidance_scale is not None and self.guidance_scale < 1:
             raise ValueError(
                 f"guidance_scale={self.guidance_scale} must be at least 1; 1 runs without guidance, in half the time"
@@ -269,6 +283,14 @@ class GenerateRequest:
                 f"{geometry.width}x{geometry.height} is computed at {geometry.computed_width}x{geometry.computed_height} "
                 f"and cropped"
             )
+        base = self._base(info, geometry)
+        strength = float(_or(self.denoise_strength, info.denoise_strength))
+        refine_steps = int(_or(self.refine_steps, info.refine_steps))
+        if base is not None:
+            notes.append(
+                f"sampled at {base.width}x{base.height} first, then enlarged and refined from noise level {strength:g} in "
+                f"{refine_steps} steps; base_res none samples {geometry.width}x{geometry.height} directly"
+            )
         schedule = load_schedule(str(self.schedule))
         sparse = any(s.density < 1 for per in schedule.entries.values() for s in per.values())
         if sparse and self.attention_backend == "dense":
@@ -300,6 +322,9 @@ class GenerateRequest:
             resolution=name,
             fps=float(_or(self.fps, info.fps)),
             num_inference_steps=int(_or(self.num_inference_steps, info.num_inference_steps)),
+            base=base,
+            denoise_strength=strength,
+            refine_steps=refine_steps,
             guidance_scale=guidance,
             flow_shift=shift,
             flow_shift_source=source,
@@ -363,6 +388,58 @@ class GenerateRequest:
             )
         return geometry, name
 
+    def _base(self, info: ModelInfo, geometry: VideoGeometry) -> VideoGeometry | None:
+        """The size to sample first, or None to sample the final size directly.
+
+        By the model's rule: its short side, the video's shape, and only where that saves a third of the tokens.
+        """
+        height, width, multiple = geometry.height, geometry.width, info.layout.size_multiple_px
+        asked = _or(self.base_res, "auto")
+        base = None
+        if asked == "auto" and info.base_side:
+            scale = info.base_side / min(height, width)
+            low, wide = (max(1, round(px * scale / multiple)) * multiple for px in (height, width))
+            base = VideoGeometry(low, wide, geometry.num_frames, geometry.layout)
+            if 1.5 * base.token_grid.tokens > geometry.token_grid.tokens:
+                base = None
+        elif asked not in ("auto", "none"):
+            base = VideoGeometry(*self._base_size(asked, geometry), geometry.num_frames, geometry.layout)
+            if base.height % multiple or base.width % multiple:
+                raise ValueError("base_res: " + _illegal_size(base.height, base.width, multiple, info.name))
+        if base is None:
+            for name in ("denoise_strength", "refine_steps"):
+                if getattr(self, name) is not None:
+                    raise ValueError(
+                        f"{name}={getattr(self, name)} has nothing to do: {width}x{height} is sampled directly here; name a "
+                        f"smaller size with base_res, or leave it out"
+                    )
+        return base
+
+    def _base_size(self, asked: str, geometry: VideoGeometry) -> tuple[int, int]:
+        """Height and width of a base_res that was named, turned as the video is."""
+        sizes = resolution_sizes()
+        if asked in sizes:
+            height, width = sizes[asked]
+            if (geometry.height > geometry.width) != (height > width):
+                height, width = width, height
+        elif asked[:1].isdigit() and re.search(r"[x*×]", asked, re.IGNORECASE):
+            height, width = parse_size(asked)
+        else:
+            raise ValueError(
+                f"base_res={asked!r} is unknown; {closest(asked, ('auto', 'none', *sizes))} WIDTHxHEIGHT works too"
+            )
+        if height > geometry.height or width > geometry.width or (height, width) == (geometry.height, geometry.width):
+            raise ValueError(
+                f"base_res={width}x{height} must be smaller than the video, {geometry.width}x{geometry.height}"
+            )
+        ratio = (width / height) / (geometry.width / geometry.height)
+        if not 1 / BASE_STRETCH <= ratio <= BASE_STRETCH:
+            raise ValueError(
+                f"base_res={width}x{height} has another shape than the video, {geometry.width}x{geometry.height}: enlarging would "
+                f"stretch it by {max(ratio, 1 / ratio):.2f}; at most {BASE_STRETCH} is allowed"
+            )
+        return height, width
+
 
 def make_request(**options: Any) -> GenerateRequest:
     """A request from options under any of their names, aliases and size included.
@@ -402,6 +479,8 @@ class ResolvedRequest:
       negative_prompt: what not to show, for all of them.
       geometry: sizes from pixels to tokens.
       resolution: name of the size, "" when it has none.
+      base: the size that is sampled first, or None.
+      denoise_strength, refine_steps: of the refinement; without meaning when base is None.
       flow_shift_source: where the shift came from.
       solver: a name, or None for the one of the checkpoint's scheduler config.
       schedule, schedule_digest: name or file as asked for, and the hash of its content.
@@ -417,6 +496,9 @@ class ResolvedRequest:
     resolution: str
     fps: float
     num_inference_steps: int
+    base: VideoGeometry | None
+    denoise_strength: float
+    refine_steps: int
     guidance_scale: float
     flow_shift: float
     flow_shift_source: str
@@ -446,9 +528,12 @@ class ResolvedRequest:
 
     def summary(self) -> str:
         """One line for the log."""
-        g = self.geometry
+        g, b = self.geometry, self.base
+        steps = f"{self.num_inference_steps} steps"
+        if b is not None:
+            steps += f" at {b.width}x{b.height} and {self.refine_steps} of refinement"
         return (
-            f"{self.model}: {g.width}x{g.height}, {g.num_frames} frames at {self.fps:g} fps, {self.num_inference_steps} steps, "
+            f"{self.model}: {g.width}x{g.height}, {g.num_frames} frames at {self.fps:g} fps, {steps}, "
             f"solver {self.solver or 'of the checkpoint'}, guidance {self.guidance_scale:g}, "
             f"flow_shift {self.flow_shift:g} ({self.flow_shift_source}), schedule {self.schedule}, "
             f"seed {', '.join(map(str, self.seeds))}"
@@ -479,6 +564,11 @@ class ResolvedRequest:
             "dtype": self.dtype,
             "version": __version__,
         }
+        if self.base is None:
+            data["base_res"] = "none"
+        else:
+            data["base_res"] = f"{self.base.width}x{self.base.height}"
+            data |= {"denoise_strength": self.denoise_strength, "refine_steps": self.refine_steps}
         if self.num_videos_per_prompt > 1:
             data["num_videos_per_prompt"] = self.num_videos_per_prompt
         return data
@@ -486,7 +576,8 @@ class ResolvedRequest:
 
 _REPEATED = (
     "prompt", "negative_prompt", "seed", "height", "width", "num_frames", "fps", "num_inference_steps", "guidance_scale",
-    "flow_shift", "solver", "schedule", "attention_backend", "dtype", "num_videos_per_prompt",
+    "flow_shift", "solver", "schedule", "attention_backend", "dtype", "num_videos_per_prompt", "base_res", "denoise_strength",
+    "refine_steps",
 )  # fmt: skip
 
 
@@ -504,6 +595,7 @@ def request_from_metadata(data: Mapping[str, Any], **changes: Any) -> GenerateRe
     if missing:
         raise ValueError(f"this is not the metadata of a run of videodiff: {', '.join(missing)} missing")
     fields = {k: data[k] for k in _REPEATED if data.get(k) is not None}
+    fields.setdefault("base_res", "none")  # files from before there was one
     if not _is_list(fields["seed"]):
         fields.pop("num_videos_per_prompt", None)
     return GenerateRequest(**{**fields, **changes})

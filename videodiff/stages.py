@@ -1,4 +1,4 @@
-"""The three stages of a generation, each with its weights: text, denoising, decoding.
+"""The stages of a generation, each with its weights: text, denoising, decoding, and upscaling between two passes.
 
 Owns: when a component's weights come into memory and leave it, in which dtype, and the compiled programs around a single component.
 Does not own: what a request asks for and the order of the stages (`pipeline`), the loop (`sampling`).
@@ -179,4 +179,68 @@ def decode_frames(
             at += len(part)
     if progress:
         progress("decode", batch * frames, batch * frames, time.perf_counter() - began)
+    return out
+
+
+@partial(jax.jit, static_argnums=(0, 3))
+def _encode_first(graph: Any, weights: Any, frames: jax.Array, geometry: VideoGeometry) -> Any:
+    vae = nnx.merge(graph, weights)
+    mean, state = vae.encode_first(_enlarged(frames, geometry))
+    return vae.normalize(mean), state
+
+
+@partial(jax.jit, static_argnums=(0, 3), donate_argnums=4)
+def _encode_next(graph: Any, weights: Any, frames: jax.Array, geometry: VideoGeometry, state: Any) -> Any:
+    vae = nnx.merge(graph, weights)
+    mean, state = vae.encode_next(_enlarged(frames, geometry), state)
+    return vae.normalize(mean), state
+
+
+def _enlarged(frames: jax.Array, g: VideoGeometry) -> jax.Array:
+    """[B, T, h, w, 3] in [0, 1] -> the promised size by cubic interpolation, its last row and column repeated up to the
+    computed one, in [-1, 1]."""
+    b, t = frames.shape[:2]
+    large = jnp.clip(jax.image.resize(frames, (b, t, g.height, g.width, 3), "cubic"), 0.0, 1.0)
+    below, right = g.computed_height - g.height, g.computed_width - g.width
+    return jnp.pad(large, ((0, 0), (0, 0), (0, below), (0, right), (0, 0)), mode="edge") * 2 - 1
+
+
+def upscale_frames(
+    vae: WanVAE, frames: np.ndarray, geometry: VideoGeometry, progress: Progress | None = None
+) -> np.ndarray:
+    """Enlarge videos and encode them, the frames of one latent frame at a time.
+
+    Args:
+      vae: the encoder.
+      frames: [B, T, h, w, 3] float32 in [0, 1], T as in ``geometry``.
+      geometry: the size to reach.
+      progress: told after every latent frame.
+
+    Returns:
+      [B, F, Y, X, C] float32, normalised: the posterior's mean.
+
+    Raises:
+      NonFiniteError: a latent holds NaN or infinity.
+    """
+    graph, weights = nnx.split(vae)
+    factor, count = geometry.layout.temporal_factor, geometry.latent_frames
+    batch = len(frames)
+    assert frames.shape[1] == geometry.num_frames, (frames.shape, geometry)
+    out = np.empty((batch, *geometry.latent_shape), np.float32)
+    began = time.perf_counter()
+    for b in range(batch):
+        state = None
+        for f in range(count):
+            if progress:
+                progress("upscale", b * count + f, batch * count, time.perf_counter() - began)
+            part = frames[b : b + 1, max(0, factor * (f - 1) + 1) : factor * f + 1]
+            if state is None:
+                z, state = _encode_first(graph, weights, part, geometry)
+            else:
+                z, state = _encode_next(graph, weights, part, geometry, state)
+            out[b, f] = np.asarray(z)[0, 0]
+            if not np.isfinite(out[b, f]).all():
+                raise NonFiniteError("upscale", b * count + f, batch * count, "the latents", f"latent frame {f}")
+    if progress:
+        progress("upscale", batch * count, batch * count, time.perf_counter() - began)
     return out

@@ -19,6 +19,8 @@ ENCODE = jax.jit(lambda m, video: m.encode(video))
 DECODE = jax.jit(lambda m, z: m.decode(z))
 FIRST = jax.jit(lambda m, z: m.decode_first(z))
 NEXT = jax.jit(lambda m, z, state: m.decode_next(z, state))
+ENCODE_FIRST = jax.jit(lambda m, video: m.encode_first(video))
+ENCODE_NEXT = jax.jit(lambda m, video, state: m.encode_next(video, state))
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,18 @@ def test_streamed_decode_equals_decode(name: str, vaes) -> None:
     assert support.relative_l2(np.concatenate(parts, 1), whole) <= 1e-5
     lost = NEXT(model, z[:, 1:2], jax.tree.map(jnp.zeros_like, state))[0]
     assert support.relative_l2(lost, whole[:, 1:5]) > 1e-3  # the state is what carries the past
+
+
+@pytest.mark.parametrize("name", support.VAES)
+def test_streamed_encode_equals_encode(name: str, vaes) -> None:
+    vae, video = vaes(name), support.video(name, FRAMES[name])
+    whole, _ = ENCODE(vae, video)
+    mean, state = ENCODE_FIRST(vae, video[:, :1])
+    parts, factor = [mean], vae.config.scale_factor_temporal
+    for at in range(1, video.shape[1], factor):
+        mean, state = ENCODE_NEXT(vae, video[:, at : at + factor], state)
+        parts.append(mean)
+    assert support.relative_l2(jnp.concatenate(parts, axis=1), whole) <= 1e-6
 
 
 def test_any_chunks_give_the_same_video(vaes) -> None:

@@ -7,7 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from videodiff.sampling.sigmas import GridRule, SigmaGrid, dpmpp_grid, euler_grid, explicit_grid, make_grid, unipc_grid
+from videodiff.sampling.sigmas import (
+    GridRule,
+    SigmaGrid,
+    dpmpp_grid,
+    euler_grid,
+    explicit_grid,
+    make_grid,
+    refinement_sigmas,
+    shifted,
+    unipc_grid,
+)
 
 GOLDEN = np.load(Path(__file__).resolve().parents[1] / "goldens" / "sampling.npz")
 
@@ -222,3 +232,17 @@ class TestExplicit:
 def test_bad_grids(sigmas, timesteps, message) -> None:
     with pytest.raises(ValueError, match=message):
         SigmaGrid(np.array(sigmas), np.array(timesteps), "test")
+
+
+def test_refinement_is_the_end_of_the_whole_grid():
+    """Started at a level of the whole grid, it goes on as the grid does."""
+    levels = shifted(np.linspace(1, 0, 9), 5.0)
+    tail = refinement_sigmas(3, 5.0, float(levels[5]))
+    np.testing.assert_allclose(tail, levels[5:8], rtol=1e-12)
+    np.testing.assert_allclose(refinement_sigmas(4, 1.0, 0.8), [0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize("strength", [0.0, 1.0, -0.5, float("nan")])
+def test_a_refinement_begins_between_noise_and_picture(strength):
+    with pytest.raises(ValueError, match=r"denoise_strength=.* must be in \(0, 1\)"):
+        refinement_sigmas(4, 5.0, strength)

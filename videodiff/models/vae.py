@@ -2,7 +2,8 @@
 
 Owns: encoder, decoder, latent statistics, streamed decoding. Does not own: the layers' arithmetic (`vae_layers`),
 uint8 frames (`media`).
-Invariant: decode_first then decode_next, one latent frame at a time, equals decode.
+Invariant: decode_first then decode_next, one latent frame at a time, equals decode; encode_first then encode_next, its
+frames at a time, equals encode.
 Source: diffusers 0.42.1 ``autoencoder_kl_wan.py``.
 """
 
@@ -187,11 +188,24 @@ class WanVAE(nnx.Module):
             raise ValueError(
                 f"a video to encode needs {ft}k+1 frames and sizes in multiples of {fs}, got {video.shape}"
             )
+        return self._encode(video, None)[:2]
+
+    def _encode(self, video: jax.Array, state: State | None) -> tuple[jax.Array, jax.Array, State]:
         with jax.named_scope("vae_encode"):
-            carry = Carry()
+            carry = Carry(state)
             x = self.encoder(patchify(video.astype(self.dtype), self.config.patch_size or 1), carry)
             mean, logvar = jnp.split(self.quant_conv(x, carry).astype(jnp.float32), 2, axis=-1)
-        return mean, jnp.clip(logvar, -30.0, 20.0)
+        return mean, jnp.clip(logvar, -30.0, 20.0), carry.state
+
+    def encode_first(self, video: jax.Array) -> tuple[jax.Array, State]:
+        """The first frame of a video, [B, 1, height, width, 3] in [-1, 1] -> (mean [B, 1, y, x, z] raw, state)."""
+        mean, _, state = self._encode(video, None)
+        return mean, state
+
+    def encode_next(self, video: jax.Array, state: State) -> tuple[jax.Array, State]:
+        """The frames of the next latent frame, [B, temporal factor, height, width, 3] -> (mean [B, 1, y, x, z] raw, state)."""
+        mean, _, state = self._encode(video, state)
+        return mean, state
 
     def _decode(self, z: jax.Array, state: State | None) -> tuple[jax.Array, State]:
         with jax.named_scope("vae_decode"):

@@ -234,3 +234,24 @@ def explicit_grid(
     else:
         told = _timesteps(values, num_train_timesteps, truncate=False)
     return SigmaGrid(np.append(values, 0.0), told, name=f"explicit steps={len(values)}")
+
+
+def refinement_sigmas(steps: int, shift: float, strength: float) -> np.ndarray:
+    """Noise levels of a refinement: spaced as the whole grid is, from ``strength`` down.
+
+    Args:
+      steps: number of model evaluations, at least 1.
+      shift: flow shift, above 0.
+      strength: the first level, in (0, 1).
+
+    Returns:
+      [steps] float64, without the final 0, for :func:`explicit_grid`.
+
+    Raises:
+      ValueError: a value out of range.
+    """
+    _check(steps, shift, TRAIN_TIMESTEPS)
+    if not 0 < strength < 1:
+        raise ValueError(f"denoise_strength={strength} must be in (0, 1): the noise level at which refinement begins")
+    unshifted = strength / (shift - (shift - 1) * strength)  # the inverse of `shifted`
+    return shifted(np.linspace(unshifted, 0, steps + 1)[:-1], shift)

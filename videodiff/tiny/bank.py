@@ -25,16 +25,22 @@ class Kind:
     """One size of clip.
 
     Args:
-      frames, height, width: pixels; 16-multiples, 32 for whole tokens.
+      frames, height, width: pixels, multiples of 32 (whole tokens).
       share: of the tokens the transformer trains on.
-      batch: clips a step, about 1300 tokens.
+      drawing: share of the time that drawing and encoding gets.
+      batch: clips a step, about 2600 tokens.
+      max_sigma: the highest noise level it is trained at. Below 1 it teaches refinement only, see ``sampling.refine``.
+      canvases: heights of 16:9 frames of which a clip is a window; () draws whole frames.
     """
 
     frames: int
     height: int
     width: int
     share: float
+    drawing: float
     batch: int
+    max_sigma: float = 1.0
+    canvases: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -44,16 +50,36 @@ class Kind:
     def tokens(self) -> int:
         return (1 + (self.frames - 1) // 4) * (self.height // 32) * (self.width // 32)
 
+    @property
+    def chunk(self) -> int:
+        """Clips a file holds, about as many tokens in each."""
+        return max(2, min(400, 24 * 320 // self.tokens))
+
 
 KINDS = (
-    Kind(17, 256, 256, 0.50, 4),
-    Kind(17, 192, 192, 0.18, 7),
-    Kind(17, 256, 448, 0.12, 2),
-    Kind(5, 480, 832, 0.10, 2),
-    Kind(1, 704, 1280, 0.06, 2),
-    Kind(1, 1440, 2560, 0.04, 1),
+    Kind(1, 256, 256, 0.15, 0.17, 40),
+    Kind(1, 256, 448, 0.14, 0.17, 22),
+    Kind(1, 448, 256, 0.04, 0.05, 22),
+    Kind(17, 256, 256, 0.28, 0.24, 8),
+    Kind(17, 256, 448, 0.22, 0.19, 5),
+    Kind(17, 448, 256, 0.04, 0.05, 5),
+    Kind(17, 320, 320, 0.08, 0.09, 5, 0.85, (480, 720, 1080, 1440)),
+    Kind(5, 480, 832, 0.03, 0.02, 3, 0.85),
+    Kind(1, 704, 1280, 0.02, 0.02, 3, 0.85),
 )
-CHUNK = 24
+MARGIN = 16  # px around a window, encoded with it and cut off, so that no latent saw the window's edge
+
+
+def draw(kind: Kind, rng: np.random.Generator) -> tuple[Scene, np.ndarray]:
+    """A scene that is not held out and its clip: float32 [T, h, w, 3] in [0, 1], with MARGIN around a window."""
+    if not kind.canvases:
+        scene = training_scene(rng, kind.width / kind.height)
+        return scene, render(scene, kind.frames, kind.height, kind.width)
+    height = int(rng.choice(kind.canvases))
+    width = height * 16 // 9
+    scene = training_scene(rng, width / height)
+    window = train_vae.edge_window(scene, rng, height, width, kind.height + 2 * MARGIN)
+    return scene, render(scene, kind.frames, height, width, window=window)
 
 
 def build(run: Path, minutes: float, seed: int = 0) -> None:
@@ -68,13 +94,14 @@ def build(run: Path, minutes: float, seed: int = 0) -> None:
     began = time.time()
     while time.time() - began < 60 * minutes:
         # the kind that is furthest behind its share of the drawing time
-        kind = min(KINDS, key=lambda k: spent[k.name] / k.share)
+        kind = min(KINDS, key=lambda k: spent[k.name] / k.drawing)
         start = time.time()
         scenes, latents = [], []
-        for _ in range(CHUNK if kind.height <= 480 else CHUNK // 4):
-            scene = training_scene(rng, kind.width / kind.height)
-            clip = render(scene, kind.frames, kind.height, kind.width)
-            latents.append(np.asarray(encode(params, clip[None] * 2 - 1))[0].astype(np.float16))
+        cut = MARGIN // 16 if kind.canvases else 0
+        for _ in range(kind.chunk):
+            scene, clip = draw(kind, rng)
+            z = np.asarray(encode(params, clip[None] * 2 - 1))[0]
+            latents.append(z[:, cut : z.shape[1] - cut, cut : z.shape[2] - cut].astype(np.float16))
             scenes.append(scene)
         with atomic_path(folder / f"{kind.name}_{seed}_{serial:05d}.pkl") as partial:
             partial.write_bytes(pickle.dumps((kind.name, scenes, np.stack(latents))))
@@ -105,6 +132,7 @@ class Bank:
 
     def statistics(self) -> tuple[np.ndarray, np.ndarray]:
         """Mean and standard deviation per channel over the 17-frame clips."""
-        clips = [x.reshape(-1, x.shape[-1]).astype(np.float64) for k in KINDS[:3] for x in self.latents[k.name]]
+        whole = [k for k in KINDS if k.frames == 17 and not k.canvases]
+        clips = [x.reshape(-1, x.shape[-1]).astype(np.float64) for k in whole for x in self.latents[k.name]]
         flat = np.concatenate(clips)
         return flat.mean(0), flat.std(0)

@@ -113,9 +113,9 @@ def warm_text(run: Path, minutes: float, seed: int = 0) -> None:
     store.save(run / "text.npz", {"params": {k: params[k] for k in model.params}}, {"steps": i})
 
 
-def training_shift(tokens: int) -> float:
-    """How far sigmas lean to the noisy side: 3 at 256x256x17, more for larger grids."""
-    return 3.0 * max(1.0, (tokens / 320) ** 0.35)
+def training_shift(kind: Kind) -> float:
+    """How far sigmas lean to the noisy side: 3 at 256x256x17, more for larger grids; 1.5 for refinement."""
+    return 3.0 * max(1.0, (kind.tokens / 320) ** 0.35) if kind.max_sigma == 1 else 1.5
 
 
 @dataclasses.dataclass
@@ -146,16 +146,26 @@ class Trainer:
         _, f, y, x, _ = latents.shape
         attend = make_attend("dense", AttentionSpec(TokenGrid(f, y // 2, x // 2), head_dim=DIT.attention_head_dim))
         s = sigma[:, None, None, None, None]
-        v = dit((1 - s) * latents + s * noise, 1000 * sigma, dit.encode_context(*_split(encoder, ids, mask)), attend)
+        noisy, context = (1 - s) * latents + s * noise, dit.encode_context(*_split(encoder, ids, mask))
+        tokens, mod = dit.embed(noisy, 1000 * sigma)
+        graph, stack = nnx.split(dit.block_stack)
+
+        # Recomputing a layer's activations is faster here than keeping them: 208 against 245 ms for 1280 tokens.
+        @jax.checkpoint
+        def layer(h: jax.Array, block: Any) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, block)(h, mod, context, attend, jnp.int32(0), jnp.int32(0))[0], None
+
+        tokens, _ = jax.lax.scan(layer, tokens, stack)
+        v = dit.head(tokens, mod, TokenGrid(f, y // 2, x // 2))
         return jnp.mean((v - (noise - latents)) ** 2, axis=(1, 2, 3, 4))
 
     @functools.cached_property
     def step(self) -> Any:
         @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-        def step(params, state, ema, latents, ids, mask, key, lr, shift, decay):
+        def step(params, state, ema, latents, ids, mask, key, lr, shift, max_sigma, decay):
             k1, k2 = jax.random.split(key)
             s = jax.nn.sigmoid(jax.random.normal(k1, (latents.shape[0],)))
-            sigma = shift * s / (1 + (shift - 1) * s)
+            sigma = max_sigma * shift * s / (1 + (shift - 1) * s)
             noise = jax.random.normal(k2, latents.shape)
             value, grads = jax.value_and_grad(lambda p: self.loss(p, latents, ids, mask, sigma, noise).mean())(params)
             updates, state = self.opt.update(grads, state, params)
@@ -202,7 +212,17 @@ def train(run: Path, minutes: float, seed: int = 0, peak: float = 3e-3) -> None:
         key = jax.random.fold_in(jax.random.key(seed), i)
         decay = min(EMA, 1 - 1 / (1 + 0.1 * i))
         params, opt, ema, value = trainer.step(
-            trees["params"], trees["opt"], trees["ema"], latents, ids, mask, key, lr, training_shift(kind.tokens), decay
+            trees["params"],
+            trees["opt"],
+            trees["ema"],
+            latents,
+            ids,
+            mask,
+            key,
+            lr,
+            training_shift(kind),
+            kind.max_sigma,
+            decay,
         )
         trees = {"params": params, "opt": opt, "ema": ema}
         value = float(value)

@@ -55,7 +55,9 @@ def initial(seed: int = 0) -> store.Model:
     return model
 
 
-def _window(scene: Scene, rng: np.random.Generator, height: int, width: int, crop: int) -> tuple[int, int, int, int]:
+def edge_window(
+    scene: Scene, rng: np.random.Generator, height: int, width: int, crop: int
+) -> tuple[int, int, int, int]:
     """A window that mostly shows an object's edge."""
     if rng.random() < 0.85:
         thing = scene.things[rng.integers(len(scene.things))]
@@ -75,7 +77,7 @@ def draw_crop(rng: np.random.Generator, frames: int, crop: int) -> np.ndarray:
     width = height if rng.random() < 0.5 else height * 16 // 9
     scene = training_scene(rng, width / height)
     times = np.array([rng.random()]) if frames == 1 else rng.uniform(0, 1 - (frames - 1) / 16) + np.arange(frames) / 16
-    clip = render(scene, frames, height, width, window=_window(scene, rng, height, width, crop), times=times)
+    clip = render(scene, frames, height, width, window=edge_window(scene, rng, height, width, crop), times=times)
     return (clip * 255 + 0.5).astype(np.uint8)
 
 
