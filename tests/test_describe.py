@@ -21,7 +21,7 @@ from videodiff.grid import TokenGrid, TokenOrder
 from videodiff.known import known_models, model_info
 from videodiff.models.transformer import WanTransformer
 from videodiff.request import make_request
-from videodiff.schedule import load_schedule, parse_schedule, resolution_sizes
+from videodiff.schedule import resolution_sizes
 
 LIMITS = {"conservative": (0.60, 0.40), "moderate": (0.52, 0.30), "aggressive": (0.45, 0.25)}
 
@@ -29,7 +29,7 @@ LIMITS = {"conservative": (0.60, 0.40), "moderate": (0.52, 0.30), "aggressive": 
 def described(model="tiny", schedule="aggressive", **options):
     info = model_info(model)
     request = make_request(prompt="x", seed=0, schedule=schedule, **options).resolve(info)
-    return describe_run(info, request, load_schedule(schedule))
+    return describe_run(info, request)
 
 
 # --- arithmetic --------------------------------------------------------------------------------------------------------
@@ -168,12 +168,11 @@ def test_band_and_sink_apart():
     assert prefix.sink == pytest.approx(0.365 - prefix.band, abs=1e-3)
 
 
-def test_sink_that_tiles_cannot_execute():
-    body = {"name": "x", "models": {"tiny": {"sink": "first_frame", "resolutions": {"480p": {"density": 0.5}}}}}
-    info = model_info("tiny")
-    request = make_request(prompt="x", res="480p").resolve(info)
+def test_sink_that_tiles_cannot_execute(tmp_path):
+    file = tmp_path / "x.yaml"
+    file.write_text("{name: x, models: {tiny: {sink: first_frame, resolutions: {480p: {density: 0.5}}}}}")
     with pytest.raises(NotImplementedError, match="first_frame"):
-        describe_run(info, request, parse_schedule(body, resolution_sizes(), "x.yaml"))
+        described("tiny", str(file), res="480p")
 
 
 # --- what is shown -------------------------------------------------------------------------------------------------------

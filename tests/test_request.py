@@ -12,11 +12,11 @@ from videodiff.request import (
     GenerateRequest,
     canonical,
     make_request,
-    parse_size,
     read_prompts,
     request_from_metadata,
 )
 from videodiff.schedule import resolution_sizes
+from videodiff.sizes import parse_size
 
 TINY = model_info("tiny")
 SMALL, LARGE = model_info("wan2.1-t2v-1.3b"), model_info("wan2.1-t2v-14b")

@@ -414,9 +414,8 @@ def prepare_describe(args: argparse.Namespace) -> Job:
 
     def job() -> None:
         from videodiff.describe import describe_run
-        from videodiff.schedule import load_schedule
 
-        description = describe_run(info, resolved, load_schedule(resolved.schedule))
+        description = describe_run(info, resolved)
         print(json.dumps(description.json(), indent=1) if getattr(args, "json", False) else description.text())
 
     return job

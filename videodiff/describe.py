@@ -16,10 +16,10 @@ from videodiff.attention.tiles import Sink, TilePlan, exact_pairs, plan_tiles
 from videodiff.configs import TransformerConfig
 from videodiff.grid import TokenGrid, TokenOrder
 from videodiff.known import ModelInfo
+from videodiff.passes import plan_passes
 from videodiff.request import ResolvedRequest
-from videodiff.sampling.sigmas import refinement_sigmas
-from videodiff.sampling.solvers import make_solver, solver_spec, spec_from_config
-from videodiff.schedule import DENSE, Phase, Schedule, ScheduleProgram, Segment, compile_schedule
+from videodiff.sampling.solvers import solver_spec, spec_from_config
+from videodiff.schedule import DENSE, Phase, ScheduleProgram, Segment
 
 TEXT_TOKENS = 512  # an upper bound: the engine folds the padding of shorter prompts into one row
 
@@ -366,13 +366,12 @@ def _rows(
     return tuple(rows)
 
 
-def describe_run(info: ModelInfo, request: ResolvedRequest, schedule: Schedule) -> Description:
+def describe_run(info: ModelInfo, request: ResolvedRequest) -> Description:
     """Describe a run.
 
     Args:
       info: of the model.
       request: what is asked for.
-      schedule: the parsed schedule it names.
 
     Raises:
       ValueError, NotImplementedError: a schedule that this model, size or tile plan cannot follow.
@@ -385,26 +384,16 @@ def describe_run(info: ModelInfo, request: ResolvedRequest, schedule: Schedule) 
     else:
         name = request.solver or info.solver
         spec = solver_spec(name)
-    solver = make_solver(spec, request.num_inference_steps, request.flow_shift)
+    passes = plan_passes(request, spec, config.num_layers)
+    solver, program = passes[-1].solver, passes[-1].program
+    branches = 2 if request.guided else 1
     base = 0.0
-    if request.base is not None:
-        one = forward_flops(config, request.base.token_grid.tokens)
-        base = (one.attention + one.other) * request.num_inference_steps * (2 if request.guided else 1)
-        levels = refinement_sigmas(request.refine_steps, request.flow_shift, request.denoise_strength)
-        solver = make_solver(spec, sigmas=list(levels))
-    program = compile_schedule(
-        schedule,
-        model=info.name,
-        height=geometry.height,
-        width=geometry.width,
-        sigmas=[float(s) for s in solver.grid.sigmas],
-        num_layers=config.num_layers,
-        guided=request.guided,
-    )
+    for before in passes[:-1]:
+        one = forward_flops(config, before.geometry.token_grid.tokens)
+        base += (one.attention + one.other) * before.solver.steps * branches
     planned = {d: describe_density(grid, d, program.sparsity.sink) for d in program.densities if d < DENSE}
     executed = {DENSE: DENSE} | {d: p.executed for d, p in planned.items()}
     steps = _rows(program, solver.grid.sigmas, solver.grid.timesteps, executed)
-    branches = 2 if request.guided else 1
     sparse_layers = sum(s.layers_sparse for s in steps)
     return Description(
         info=info,

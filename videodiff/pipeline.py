@@ -29,13 +29,12 @@ from videodiff.grid import VideoGeometry
 from videodiff.latents import SavedLatents
 from videodiff.memory import MemoryPlan, Workload, available_memory, check_memory
 from videodiff.models.transformer import Context
+from videodiff.passes import Pass, plan_passes, renoised
 from videodiff.request import GenerateRequest, ResolvedRequest, info_for_folder, make_request
 from videodiff.resources import shipped_model
 from videodiff.result import Result
 from videodiff.sampling import loop
-from videodiff.sampling.sigmas import refinement_sigmas
-from videodiff.sampling.solvers import Solver, make_solver, solver_spec, spec_from_config
-from videodiff.schedule import DENSE, ScheduleProgram, compile_schedule, load_schedule
+from videodiff.sampling.solvers import solver_spec, spec_from_config
 from videodiff.stages import (
     decode_frames,
     text_param_dtype,
@@ -69,22 +68,11 @@ class Interrupted(KeyboardInterrupt):
 
 
 @dataclass(frozen=True)
-class _Pass:
-    """One run of the sampler loop over one size: "denoise" alone, or "base" and then "refine"."""
-
-    name: str
-    geometry: VideoGeometry
-    solver: Solver
-    program: ScheduleProgram
-    backends: Mapping[float, str]
-
-
-@dataclass(frozen=True)
 class _Job:
     """A checked request with everything that follows from it, before anything is loaded."""
 
     request: ResolvedRequest
-    passes: tuple[_Pass, ...]
+    passes: tuple[Pass, ...]
     solver_name: str
     guided: bool
     memory: MemoryPlan
@@ -92,7 +80,7 @@ class _Job:
     batch: int
 
     @property
-    def last(self) -> _Pass:
+    def last(self) -> Pass:
         """The pass that makes the video's latents; the schedule is for it."""
         return self.passes[-1]
 
@@ -304,38 +292,11 @@ class Pipeline:
                 raise ValueError(f"{name} holds NaN or infinity")
         return jnp.asarray(embeds, jnp.float32), None if negative is None else jnp.asarray(negative, jnp.float32)
 
-    def _passes(self, request: ResolvedRequest) -> tuple[tuple[_Pass, ...], str]:
-        """What runs over which size, with which steps and attention; and the solver's name."""
-        name = request.solver
-        spec = spec_from_config(self.folder.scheduler) if name is None else solver_spec(name)
-        steps, shift = request.num_inference_steps, request.flow_shift
-        whole = make_solver(spec, steps, shift)
-        if request.base is None:
-            parts = [("denoise", request.geometry, whole, request.schedule)]
-        else:
-            levels = refinement_sigmas(request.refine_steps, shift, request.denoise_strength)
-            parts = [
-                ("base", request.base, whole, "dense"),
-                ("refine", request.geometry, make_solver(spec, sigmas=list(levels)), request.schedule),
-            ]
-        passes = []
-        for title, geometry, solver, schedule in parts:
-            program = compile_schedule(
-                load_schedule(schedule),
-                model=self.info.name,
-                height=geometry.height,
-                width=geometry.width,
-                sigmas=[float(s) for s in solver.grid.sigmas],
-                num_layers=self.folder.transformer.num_layers,
-                guided=request.guided,
-            )
-            backend = "auto" if title == "base" else request.attention_backend
-            passes.append(_Pass(title, geometry, solver, program, choose_backends(backend, program)))
-        return tuple(passes), name or spec.kind.value
-
     def _plan(self, request: ResolvedRequest, encode_text: bool) -> _Job:
         """Everything that can be known, and refused, before weights load."""
-        passes, solver_name = self._passes(request)
+        name = request.solver
+        spec = spec_from_config(self.folder.scheduler) if name is None else solver_spec(name)
+        passes, solver_name = plan_passes(request, spec, self.folder.transformer.num_layers), name or spec.kind.value
         geometry, guided = request.geometry, request.guided
         batch = len(request.seeds)
         workload = Workload(
@@ -398,7 +359,7 @@ class Pipeline:
             progress("text", 1, 1, times["text_s"])
         return context
 
-    def _step_programs(self, part: _Pass) -> tuple[loop.StepPrograms, dict[float, float]]:
+    def _step_programs(self, part: Pass) -> tuple[loop.StepPrograms, dict[float, float]]:
         """Compiled steps for this grid and schedule, kept between calls; and the executed density by requested density."""
         s = part.program.sparsity
         key = (part.geometry.token_grid, tuple(part.backends.items()), s.sink, s.probe_rows, s.routing_seed)
@@ -490,7 +451,7 @@ class Pipeline:
     def _start(
         self,
         job: _Job,
-        part: _Pass,
+        part: Pass,
         given: Any,
         before: np.ndarray | None,
         times: dict[str, float],
@@ -508,9 +469,7 @@ class Pipeline:
             times["upscale_s"] = time.perf_counter() - start
             if not job.keep:
                 self._vae.free()
-            level = float(part.solver.sigmas[0])
-            fresh = noise.initial_noise(seeds, part.geometry.latent_shape, stream=1)
-            return loop.start(part.solver, (1 - level) * jnp.asarray(clean) + level * fresh)
+            return loop.start(part.solver, renoised(clean, seeds, part))
         if given is None:
             return loop.start(part.solver, noise.initial_noise(seeds, part.geometry.latent_shape))
         try:
@@ -582,7 +541,7 @@ class Pipeline:
                 "compilations": sum(r.compilations for _, r, _ in ran),
                 "dtype": self.dtype.name,
             },
-            "passes": [_pass_report(p) for p in job.passes],
+            "passes": [p.report() for p in job.passes],
             "schedule": {
                 "name": program.name,
                 "hash": program.digest,
@@ -612,44 +571,9 @@ def _encode_context(graph: Any, weights: Any, text: jax.Array, bias: jax.Array) 
     return nnx.merge(graph, weights).encode_context(text, bias)
 
 
-def _pass_report(part: _Pass) -> dict[str, Any]:
-    g, grid = part.geometry, part.solver.grid
-    return {
-        "name": part.name,
-        "height": g.height,
-        "width": g.width,
-        "tokens": g.token_grid.tokens,
-        "steps": part.solver.steps,
-        "first_sigma": round(float(grid.sigmas[0]), 7),
-        "schedule": part.program.name,
-    }
-
-
 def _digest(array: Any) -> str:
     """Twelve hex digits of an array's values as float32."""
     return hashlib.sha256(np.ascontiguousarray(array, np.float32).tobytes()).hexdigest()[:12]
-
-
-def choose_backends(requested: str, program: ScheduleProgram) -> dict[float, str]:
-    """Which attention runs each density of a schedule.
-
-    The request has refused a backend that contradicts its schedule; what is left to see here is a sparse schedule that comes
-    out dense for this model and number of steps.
-
-    Args:
-      requested: "auto" (dense where the schedule is dense, svg where it is sparse), "dense" or "svg".
-      program: the compiled schedule.
-
-    Raises:
-      ValueError: svg by name, and no step of this run is sparse; nothing falls back.
-    """
-    assert not (requested == "dense" and program.sparse), "a request checks this"
-    if requested == "svg" and not program.sparse:
-        raise ValueError(
-            f"attention_backend=svg has nothing to do: schedule {program.name} is dense in every step of this run; use more steps, "
-            f"another schedule, or attention_backend auto"
-        )
-    return {d: "dense" if d == DENSE else "svg" for d in program.densities}
 
 
 def _adapt(pipe: Pipeline, callback: Callable[..., Any] | None, done: int) -> loop.StepEnd | None:

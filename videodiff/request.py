@@ -8,8 +8,6 @@ Invariant: a `ResolvedRequest` is legal and complete; nobody downstream checks i
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -19,7 +17,8 @@ from typing import Any
 from videodiff.errors import closest
 from videodiff.grid import VideoGeometry
 from videodiff.known import SHIPPED, ModelInfo, info_for_folder, known_models, model_info, read_folder_info
-from videodiff.schedule import load_schedule, resolution_sizes
+from videodiff.schedule import load_schedule
+from videodiff.sizes import base_geometry, parse_size, video_geometry
 from videodiff.version import __version__
 
 __all__ = [
@@ -46,8 +45,6 @@ SOLVERS = (
 )  # auto, and those of sampling.solvers
 DTYPES = ("auto", "float32", "bfloat16")
 
-BASE_STRETCH = 1.1  # how far the shape of base_res may be from the video's
-
 # Other engines' words for ours. --size becomes height and width.
 ALIASES: Mapping[str, str] = {
     "frame_num": "num_frames",
@@ -61,18 +58,6 @@ ALIASES: Mapping[str, str] = {
     "ckpt_dir": "model_path",
     "image": "image_path",
 }
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    """ "1280x720" or "1280*720" -> (height, width).
-
-    Raises:
-      ValueError: another form.
-    """
-    found = re.fullmatch(r"\s*(\d+)\s*[x*×]\s*(\d+)\s*", str(text), re.IGNORECASE)
-    if not found:
-        raise ValueError(f"size={text!r} must be WIDTHxHEIGHT in pixels, for example 1280x720 or 1280*720")
-    return int(found[2]), int(found[1])
 
 
 def canonical(values: Mapping[str, Any], known: Sequence[str], what: str = "option") -> dict[str, Any]:
@@ -277,13 +262,20 @@ class GenerateRequest:
         prompts, example = self._prompts(info, embedded)
         if example:
             notes.append(f"no prompt given: using the example prompt of {info.name}: {info.example_prompt!r}")
-        geometry, name = self._geometry(info)
+        geometry, name = video_geometry(info, self.height, self.width, self.res, self.num_frames)
         if (geometry.computed_height, geometry.computed_width) != (geometry.height, geometry.width):
             notes.append(
                 f"{geometry.width}x{geometry.height} is computed at {geometry.computed_width}x{geometry.computed_height} "
                 f"and cropped"
             )
-        base = self._base(info, geometry)
+        base = base_geometry(info, geometry, _or(self.base_res, "auto"))
+        if base is None:
+            for option in ("denoise_strength", "refine_steps"):
+                if getattr(self, option) is not None:
+                    raise ValueError(
+                        f"{option}={getattr(self, option)} has nothing to do: {geometry.width}x{geometry.height} is sampled "
+                        f"directly here; name a smaller size with base_res, or leave it out"
+                    )
         strength = float(_or(self.denoise_strength, info.denoise_strength))
         refine_steps = int(_or(self.refine_steps, info.refine_steps))
         if base is not None:
@@ -361,84 +353,6 @@ class GenerateRequest:
                     f"{which} is empty; describe what the video should show, or leave prompt out for an example"
                 )
         return tuple(map(str, texts)), False
-
-    def _geometry(self, info: ModelInfo) -> tuple[VideoGeometry, str]:
-        """Sizes, and the name of the resolution ("" when it has none)."""
-        sizes = resolution_sizes()
-        if self.height is not None and self.width is not None:
-            height, width = int(self.height), int(self.width)
-        else:
-            res = str(_or(self.res, info.resolution))
-            if res in sizes:
-                height, width = sizes[res]
-            elif res[:1].isdigit() and re.search(r"[x*×]", res, re.IGNORECASE):
-                height, width = parse_size(res)
-            else:
-                raise ValueError(f"res={res!r} is unknown; {closest(res, sizes)} WIDTHxHEIGHT works too")
-        name = next((n for n, s in sizes.items() if s in ((height, width), (width, height))), "")
-        multiple = info.layout.size_multiple_px
-        if not name and (height % multiple or width % multiple):
-            raise ValueError(_illegal_size(height, width, multiple, info.name))
-        geometry = VideoGeometry(height, width, int(_or(self.num_frames, info.num_frames)), info.layout)
-        grid, limit = geometry.token_grid, info.transformer.rope_max_seq_len
-        if max(grid.frames, grid.rows, grid.cols) > limit:
-            raise ValueError(
-                f"{width}x{height} with {geometry.num_frames} frames is {grid.frames} x {grid.rows} x {grid.cols} tokens; "
-                f"{info.name} has positions for at most {limit} along each axis"
-            )
-        return geometry, name
-
-    def _base(self, info: ModelInfo, geometry: VideoGeometry) -> VideoGeometry | None:
-        """The size to sample first, or None to sample the final size directly.
-
-        By the model's rule: its short side, the video's shape, and only where that saves a third of the tokens.
-        """
-        height, width, multiple = geometry.height, geometry.width, info.layout.size_multiple_px
-        asked = _or(self.base_res, "auto")
-        base = None
-        if asked == "auto" and info.base_side:
-            scale = info.base_side / min(height, width)
-            low, wide = (max(1, round(px * scale / multiple)) * multiple for px in (height, width))
-            base = VideoGeometry(low, wide, geometry.num_frames, geometry.layout)
-            if 1.5 * base.token_grid.tokens > geometry.token_grid.tokens:
-                base = None
-        elif asked not in ("auto", "none"):
-            base = VideoGeometry(*self._base_size(asked, geometry), geometry.num_frames, geometry.layout)
-            if base.height % multiple or base.width % multiple:
-                raise ValueError("base_res: " + _illegal_size(base.height, base.width, multiple, info.name))
-        if base is None:
-            for name in ("denoise_strength", "refine_steps"):
-                if getattr(self, name) is not None:
-                    raise ValueError(
-                        f"{name}={getattr(self, name)} has nothing to do: {width}x{height} is sampled directly here; name a "
-                        f"smaller size with base_res, or leave it out"
-                    )
-        return base
-
-    def _base_size(self, asked: str, geometry: VideoGeometry) -> tuple[int, int]:
-        """Height and width of a base_res that was named, turned as the video is."""
-        sizes = resolution_sizes()
-        if asked in sizes:
-            height, width = sizes[asked]
-            if (geometry.height > geometry.width) != (height > width):
-                height, width = width, height
-        elif asked[:1].isdigit() and re.search(r"[x*×]", asked, re.IGNORECASE):
-            height, width = parse_size(asked)
-        else:
-            raise ValueError(
-                f"base_res={asked!r} is unknown; {closest(asked, ('auto', 'none', *sizes))} WIDTHxHEIGHT works too"
-            )
-        if height > geometry.height or width > geometry.width or (height, width) == (geometry.height, geometry.width):
-            raise ValueError(
-                f"base_res={width}x{height} must be smaller than the video, {geometry.width}x{geometry.height}"
-            )
-        ratio = (width / height) / (geometry.width / geometry.height)
-        if not 1 / BASE_STRETCH <= ratio <= BASE_STRETCH:
-            raise ValueError(
-                f"base_res={width}x{height} has another shape than the video, {geometry.width}x{geometry.height}: enlarging would "
-                f"stretch it by {max(ratio, 1 / ratio):.2f}; at most {BASE_STRETCH} is allowed"
-            )
-        return height, width
 
 
 def make_request(**options: Any) -> GenerateRequest:
@@ -611,18 +525,6 @@ def _check_number(name: str, value: Any, kind: type, low: float | None = None, h
     if low is not None and (value < low or (high is not None and value > high)):  # type: ignore[operator]
         limits = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise ValueError(f"{name}={value} must be {limits}")
-
-
-def _illegal_size(height: int, width: int, multiple: int, model: str) -> str:
-    def near(px: int) -> list[int]:
-        low = px // multiple * multiple
-        return [n for n in ((low,) if low == px else (low, low + multiple)) if n > 0]
-
-    legal = [f"{w}x{h}" for w, h in itertools.product(near(width), near(height))]
-    return (
-        f"width={width}, height={height} must be multiples of {multiple} for {model}; the nearest legal sizes are "
-        f"{', '.join(legal)}; any size of {', '.join(resolution_sizes())} works too"
-    )
 
 
 def _is_list(value: Any) -> bool:
